@@ -17,7 +17,7 @@ _PARAMETERS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
 }
-"""Keys that are parameters, and the names of these."""
+"""Key of the file -> name of the parameter in ``SamplingParams``."""
 _FORBIDDEN = ("bad_words_ids", "suppress_tokens")
 """Keys that forbid tokens: they become ``bad_words``."""
 HONORED = frozenset({*_PARAMETERS, *_FORBIDDEN, "do_sample", "eos_token_id"})
@@ -64,14 +64,14 @@ WITHOUT_EFFECT = frozenset(
         *("transformers_version", "_from_model_config"),
     }
 )
-"""Keys that change no token here: of encoders, of caches, of transformers' own speculation and outputs."""
+"""Keys that change no token here: they set encoders, caches, or transformers' own speculation and outputs."""
 
 
 def sampling_defaults(content: Mapping[str, Any], path: str, vocab_size: int) -> SamplingParams:
-    """The parameters that a file names, by which vLLM and transformers sample, too; others are not set.
+    """Returns the parameters that the file sets, as vLLM and transformers read them; the others stay unset.
 
-    ``do_sample`` false stands for temperature 0; true, without a temperature, for 1. Forbidden tokens that the model
-    does not have are left out. ``path``: of the checkpoint.
+    ``do_sample: false`` means temperature 0; ``true`` without a temperature means 1. Forbidden tokens outside the
+    vocabulary are left out. ``path``: of the checkpoint, for the error.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -95,7 +95,7 @@ def sampling_defaults(content: Mapping[str, Any], path: str, vocab_size: int) ->
 
 
 def not_honored(content: Mapping[str, Any]) -> list[str]:
-    """Settings of a file that would change what is generated and are not honored, each as ``key is value``."""
+    """Returns each setting that would change the output and is not honored, as ``key is value``."""
     found = []
     for key, value in content.items():
         if value is None or key in HONORED or key in WITHOUT_EFFECT:

@@ -1,4 +1,4 @@
-"""Latent attention, from a configuration: what it keeps per token, and which weights stay plain. Free of torch."""
+"""What latent attention keeps per token, and which of its weights stay plain, by a configuration. Free of torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FAMILIES = {
 
 
 def latent_values(config: Mapping[str, Any], num_layers: int) -> int | None:
-    """Numbers that ``num_layers`` layers of a text configuration keep per token, whatever the number of their heads.
+    """Returns the numbers that ``num_layers`` layers of a text configuration keep per token, for any number of heads.
 
-    None: they are not known to keep latents.
+    None: the model type is not known to keep latents.
     """
     if config.get("model_type") in DOTS:
         return sum(map(partial(_of_layer, config, {*indexed_layers(config)}), range(num_layers)))
@@ -40,13 +40,13 @@ def _of_layer(config: Mapping[str, Any], indexed: set[int], index: int) -> int:
 
 
 def num_attentions(config: Mapping[str, Any]) -> int:
-    """Layers with attention of a text configuration that counts pairs of them, as LongCat's does; 0: it does not."""
+    """Returns the number of attention layers where a text configuration counts pairs of them, as LongCat's; else 0."""
     pairs = config.get("num_layers") if config.get("model_type") == "longcat_flash" else None
     return 2 * pairs if isinstance(pairs, int) else 0
 
 
 def num_plain_weights(config: Mapping[str, Any], num_layers: int) -> int:
-    """Weights of ``num_layers`` layers that are never quantized: the ones multiplied head by head."""
+    """Returns the number of weights of ``num_layers`` layers that are never quantized: each head has its own matrix."""
     sizes = _sizes(config, "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
     if not sizes:
         return 0
@@ -55,7 +55,7 @@ def num_plain_weights(config: Mapping[str, Any], num_layers: int) -> int:
 
 
 def _sizes(config: Mapping[str, Any], *names: str) -> list[int]:
-    """The settings of these names; none if one is missing, or the model type is not among ``_FAMILIES``."""
+    """Returns the values of these settings; [] if one is missing, or the model type is not among ``_FAMILIES``."""
     found = [config.get(name) for name in names]
     known = config.get("model_type") in _FAMILIES
     return [size for size in found if isinstance(size, int)] if known and all(found) else []

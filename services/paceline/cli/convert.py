@@ -25,7 +25,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ConfigError for a source that is no GGUF file, or a directory that holds something."""
+    """Converts the file; returns the exit status.
+
+    Raises:
+        ConfigError: the source is no GGUF file, or the directory is not empty or cannot be written.
+    """
     from paceline.checkpoint.files import Checkpoint
     from paceline.checkpoint.gguf.convert import convert
     from paceline.checkpoint.gguf.described import describes

@@ -4,8 +4,8 @@
                               │  └── leases (handles) ──▶       │
                               └─────── reports ──▶ Monitor ◀────┘
 
-Serve places, watches, replaces and scales the replicas; what a session exchanges with its engines goes past it. The
-router is in ``ingress.py``, the other deployments are in ``replicas.py``.
+Serve places, watches, replaces and scales the replicas. The messages of sessions do not pass through Serve. The router
+is in ``ingress.py``, the other deployments are in ``replicas.py``.
 """
 
 from __future__ import annotations
@@ -77,8 +77,12 @@ def build_target_deployment(
 ) -> Application:
     """Builds the pool of targets.
 
-    ``bind_kwargs``: more arguments of its class. ``override_serve_options``: options of Serve that replace the
-    configured ones.
+    Args:
+        config: of the whole service.
+        name_prefix: of the deployment; the model's name follows it.
+        bind_kwargs: further arguments of ``deployment_cls``.
+        override_serve_options: options of Serve that replace the configured ones.
+        deployment_cls: class of the replicas.
     """
     options = config.target_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
     needs = (config.target_config, config.internal_tls, config.tracing)
@@ -147,9 +151,9 @@ def deployment_name(model_id: str) -> str:
 
 
 def _deployment(cls: type, config: ServiceConfig, options: Mapping[str, Any], name: str, needs: Sequence[Any]) -> Any:
-    """Makes a deployment whose replicas are replaced only when what it ``needs`` of the configuration has changed.
+    """Makes a deployment whose replicas Serve replaces only if a part of the configuration in ``needs`` has changed.
 
-    A new draft leaves the targets as they are, and Serve changes in place what it can.
+    So a new draft leaves the targets as they are. Serve applies changes of other options without a restart.
     """
     defaults = {
         "max_ongoing_requests": 4096,

@@ -10,10 +10,10 @@ levels in extra rows, and the likeliest token after each column is the next leve
                      │           │      │
     likeliest        y0          y1     y2        N-grams: anchor a0 b0 y0,  x1 a1 b1 y1,  x2 a2 b2 y2
 
-The N-grams go to a pool of the session, at most G of each first token, the least recently seen one leaving first. Then
-all levels move up: a1 a2 are the next chain, and the y are level N - 2. Like prompt lookup, the pool also has the
-N-grams of the session's own text. N-grams that begin with the anchor are proposed like a head's tokens. Extra rows
-decide nothing: they are query rows with pages of their own, which no committed row sees.
+The session's pool keeps the G most recently seen N-grams of each first token. Then all levels move up: a1 a2 become the
+next chain, and the y become level N - 2. Like prompt lookup, the pool also has the N-grams of the session's own text.
+The N-grams that begin with the anchor are proposed like a head's tokens. Extra rows decide nothing: they are query rows
+with pages of their own, which no committed row sees.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from paceline.core.tree import Proposal
 from paceline.drafters.protocol import Candidates, Leaf, OfSessions, Rider, Stateless
 
 _MOST_KEYS = 4096
-"""First tokens of a session's pool; the one that was seen longest ago leaves first."""
+"""Most first tokens in a session's pool. The pool drops the one that was seen longest ago."""
 _SEEDS = 64
-"""The last tokens of the prompt, from which the first guesses are drawn."""
+"""Number of tokens at the prompt's end from which the first guesses are drawn."""
 
 Pool = OrderedDict[int, OrderedDict[tuple[int, ...], None]]
 """First token of N-grams -> their other tokens, the most recently seen at the end."""
@@ -43,11 +43,11 @@ Pool = OrderedDict[int, OrderedDict[tuple[int, ...], None]]
 class _Session:
     anchor: int
     levels: list[list[int]]
-    """[N - 1][W] guesses; that of level 0 and column 0 is the anchor, whatever it is here."""
+    """[N - 1][W] token ids of the guesses. The entry [0][0] is ignored: the anchor takes its place."""
     num_steps: int = 0
-    """Steps with these guesses: after N - 2 of them none of the first random tokens is left."""
+    """Steps with these guesses. After N - 2 steps none of the first random tokens is left."""
     riding: list[list[int]] = field(default_factory=list)
-    """The levels in the running step; [] if there are none."""
+    """Levels in the running step; [] if the step computes none."""
     pool: Pool = field(default_factory=OrderedDict)
     text: Sequence[int] = ()
     """The last N - 1 tokens of the text, whose N-grams are in the pool."""
@@ -72,7 +72,7 @@ class LookaheadHead(Stateless, OfSessions[_Session]):
         self.sessions: dict[str, _Session] = {}
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
-        """Opens a session; its first guesses are tokens of its prompt, drawn by a seed of their own."""
+        """Opens a session. Draws its first guesses from the prompt's last tokens, with the prompt's length as seed."""
         draw, seen = random.Random(len(token_ids)), token_ids[-_SEEDS:]
         levels = [draw.choices(seen, k=self._window) for _ in range(self._num_levels)]
         self.sessions[session_id] = session = _Session(token_ids[-1], levels)
@@ -108,7 +108,7 @@ class LookaheadHead(Stateless, OfSessions[_Session]):
         return Proposal(tuple(token_ids), (None,) * len(token_ids), parents=tuple(parents))
 
     def learn(self, session_id: str, token_ids: Sequence[int]) -> None:
-        """Records the likeliest token after each branch of ``guesses``, in order; (): none was computed."""
+        """Records the likeliest token after each branch of ``guesses``, in their order; (): the step computed none."""
         session = self._session(session_id)
         levels, session.riding = session.riding, []
         if not token_ids:
@@ -133,16 +133,16 @@ class LookaheadHead(Stateless, OfSessions[_Session]):
         return Candidates(token_ids, log_q)
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
-        """Moves the anchor on; the guesses stay as they are, since they move with every step that they ride in."""
+        """Moves the anchor to the last committed token. Only ``learn`` moves the guesses."""
         session = self._session(session_id)
         session.anchor = token_ids[-1]
         self._read(session, token_ids)
 
     def check_integrity(self) -> None:
-        """Asserts that window and pools have their sizes, and that nothing rides between two steps."""
+        """Asserts that window and pools have their sizes, and that no guesses are in a step between two steps."""
         for session in self.sessions.values():
             assert [len(level) for level in session.levels] == [self._window] * self._num_levels
-            assert not session.riding, "what rides is learned from"
+            assert not session.riding, "``learn`` is called after each step with guesses"
             assert len(session.pool) <= _MOST_KEYS
             for tails in session.pool.values():
                 assert 0 < len(tails) <= self._guesses

@@ -1,4 +1,4 @@
-"""Configurations with other values, and the shapes that a model class makes of them, on the meta device."""
+"""Copies of configurations with changed values, and the shapes of their models, built on the meta device."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ BUILDING = threading.Lock()
 
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
 REPEATED = {KV_HEADS, "mamba_n_groups", "mamba_ngroups"}
-"""Values of which fewer than ranks can be repeated."""
+"""Names of values that may be fewer than the ranks: several ranks then hold the same part."""
 _WIDTH = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$")
 _PER_LAYER = object()
 
 
 def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """The causal language model of a configuration; the caller holds ``BUILDING``."""
+    """Returns the causal language model of a configuration, in evaluation mode. The caller holds ``BUILDING``."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False, **options)
     return model.eval()
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Needs no memory."""
+    """Returns the model of a configuration without memory for its weights: on the meta device."""
     with BUILDING, torch.device("meta"):
         return build(config)
 
 
 def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
-    """Counts the weights of the model that a configuration describes; loads none. Weights of a quantization that this
-    package does not read count as plain floats.
+    """Counts the weights of the model that a checkpoint's configuration describes; loads none.
+
+    Quantized weights count as plain floats if this package does not read their quantization.
 
     Raises:
-        ConfigError: transformers builds no model of it.
+        ConfigError: transformers builds no model from it.
     """
     trusted = checkpoint.trust_remote_code
     try:
@@ -64,12 +65,12 @@ def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters and persistent buffers, by name."""
+    """Returns the shapes of the parameters and persistent buffers, by name."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def values_of(config: PretrainedConfig) -> dict[str, int]:
-    """Configuration values that a degree may divide."""
+    """Returns the configuration values that ranks may divide among them, by name: numbers of heads, and widths."""
     text = config.get_text_config()
     names = [HEADS, KV_HEADS, *(name for name in vars(text) if _WIDTH.search(name))]
     found = {name: _uniform(text, name) for name in names}
@@ -77,13 +78,13 @@ def values_of(config: PretrainedConfig) -> dict[str, int]:
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
-    """Size of one attention head in most layers."""
+    """Returns the size of one attention head; where layers differ, the size in most layers."""
     text = config.get_text_config()
     return int(_uniform(text, "head_dim") or text.hidden_size // text.num_attention_heads)
 
 
 def _uniform(text: PretrainedConfig, name: str, otherwise: Any = None) -> Any:
-    """A configuration value, None if there is none; ``otherwise`` if there is one for each layer."""
+    """Returns a configuration value; None if it is absent, ``otherwise`` if each layer has its own."""
     try:
         return getattr(text, name, None)
     except Exception:  # transformers raises an error of its own, not an AttributeError
@@ -91,7 +92,7 @@ def _uniform(text: PretrainedConfig, name: str, otherwise: Any = None) -> Any:
 
 
 def changed(config: PretrainedConfig, values: dict[str, int]) -> PretrainedConfig:
-    """A copy with other values; heads keep their size."""
+    """Returns a copy with the given values; attention heads keep their size."""
     other = copy.deepcopy(config)
     text = other.get_text_config()
     if _uniform(text, "head_dim", _PER_LAYER) is None:
@@ -102,11 +103,11 @@ def changed(config: PretrainedConfig, values: dict[str, int]) -> PretrainedConfi
 
 
 def smaller(value: int) -> int:
-    """``value`` without its smallest prime factor."""
+    """Returns ``value`` divided by its smallest prime factor."""
     factor = next((f for f in range(2, math.isqrt(value) + 1) if value % f == 0), value)
     return value // factor
 
 
 def divides(degree: int, key: str, value: int) -> bool:
-    """True if ``degree`` ranks can share a value, some of which may be repeated."""
+    """True if ``degree`` ranks can share ``value``, the configuration value named ``key``. See ``REPEATED``."""
     return value % degree == 0 or (key in REPEATED and degree % value == 0)

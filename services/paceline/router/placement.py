@@ -1,4 +1,4 @@
-"""Chooses the replica that a session goes to: the links of each pool, prefix affinity and leases. No gRPC."""
+"""Chooses the replicas of each session by load and cached prefix, and takes the leases. No gRPC."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from paceline.rpc import protocol
 from paceline.types import PAGE_SIZE, ReplicaStatus
 
 _REMEMBERED_PIECES = 65536
+"""Pages of prompts that ``PrefixIndex`` remembers for each replica."""
 _UPGRADE_S = 10.0
-"""Wait before a request is sent again that only newer targets can serve."""
+"""Seconds after which a client should repeat a request that only newer targets can serve."""
 _TRIED_ELSEWHERE_S = 0.5
-"""Wait before a suspected session is offered again to a target that has turned one away."""
+"""Seconds without suspected sessions for a target that has turned one away."""
 _MORE_LOAD = 2
-"""Sessions that a replica may have beyond the least loaded one and still be chosen for its cached prefix or
-its cost.
-"""
+"""A replica may be chosen for its cached prefix or its nearness with at most this many sessions more than the least
+loaded one."""
 NUM_COMPARED = 4
-"""Replicas among which the least loaded one is chosen."""
+"""Up to this number of replicas, the least loaded one is chosen; among more, the better of two at random."""
 _RANDOM = Random()
 
 AnyLink = TypeVar("AnyLink", bound=Link[Any, Any])
@@ -97,7 +97,7 @@ class Placement:
         trial_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """``trial_s``: time within which a target that hangs is lost."""
+        """``trial_s``: seconds within which routers notice that a target hangs. ``clock``: seconds."""
         self.targets, self.drafts = targets, drafts
         self._router_id, self._trial_s, self._clock = router_id, trial_s, clock
         self._on_trial: dict[TargetLink, ActiveRequest] = {}  # the session that each target tries
@@ -115,10 +115,10 @@ class Placement:
     def choose_target(self, active: ActiveRequest) -> TargetLink | None:
         """Returns another target for a session: by cached prefix, then by load; None if none has room.
 
-        For an orphaned session while other routers hold every place, and would take each that becomes free: a target
-        at which it is the next in line. A session under which its last target was lost is on trial: a target has at
-        most one such session at a time, so that one that is at fault is known, and ends no other.
-        Targets of an older Paceline are given no session that asks for what they do not know.
+        An orphaned session gets a full target while other routers hold every place: it is next in line there. Else
+        those routers would take each place that becomes free. A session whose last target was lost is on trial. A
+        target has at most one such session at a time: if that session is at fault, it is known and ends no other one. A
+        target of an older Paceline gets no session that sets an option which it does not know.
         """
         token_ids, salt = active.token_ids, active.request.cache_salt
         too_old = self._too_old(active)
@@ -134,7 +134,7 @@ class Placement:
         return link
 
     def all_too_old(self, active: ActiveRequest) -> bool:
-        """True if targets are up, and a session asks for what none of them knows."""
+        """True if targets are up and none of them knows an option that the session sets."""
         links = self.targets.open_links()
         return bool(links) and len(self._too_old(active)) == len(links)
 
@@ -143,7 +143,7 @@ class Placement:
         return [link for link in self.targets.open_links() if link.protocol < needed]
 
     def _trying(self) -> list[TargetLink]:
-        """Targets that a session is on trial at."""
+        """Returns the targets that have a session on trial."""
         now = self._clock()
         ours = [
             link
@@ -153,11 +153,11 @@ class Placement:
         return ours + [link for link, until in self._tried_elsewhere.items() if now < until]
 
     def suspected_s(self, active: ActiveRequest) -> float:
-        """Seconds for which a session that is opened on a target now is suspected; 0: it is not."""
+        """Returns the seconds for which a target suspects a session that is opened now; 0: it does not."""
         return self._trial_s if _suspected(active) else 0.0
 
     def turned_away(self, active: ActiveRequest) -> None:
-        """Records that a target tries another router's session, and has not taken this one."""
+        """Records that a session's target refused it, since another router's session is on trial there."""
         if active.target is not None:
             self._tried_elsewhere[active.target] = self._clock() + _TRIED_ELSEWHERE_S
         self.release_target(active)
@@ -208,8 +208,10 @@ class Placement:
         active.target = active.target_lease = None
 
     def keep_pages(self, active: ActiveRequest, timeout_s: float) -> None:
-        """Keeps a draining target, which a session is about to leave, until its KV pages are elsewhere: until its next
-        token, or for ``timeout_s``."""
+        """Keeps the lease on a draining target that a session is about to leave, so that its KV pages can be read.
+
+        The lease ends with ``release_pages``, at the latest after ``timeout_s`` seconds.
+        """
         self.release_pages(active)
         lease, active.pages_lease, active.target_lease = active.target_lease, active.target_lease, None
         if lease is not None:
@@ -230,12 +232,12 @@ class Placement:
         active.draft = active.draft_lease = None
 
     def forget_prefixes(self, link: TargetLink) -> None:
-        """Forgets all about a target's prefix cache and its refusals: it is gone, or was restarted."""
+        """Forgets the prefix cache and the refusals of a target that is gone or was restarted."""
         self._tried_elsewhere.pop(link, None)
         self._prefixes.forget(link.member.replica_id)
 
     def demand_target(self, waiting: bool) -> None:
-        """Holds a lease without a replica while requests wait and the target pool is empty: that wakes the pool."""
+        """Holds a lease without a replica while requests wait and the target pool is empty: the pool then scales up."""
         if waiting and not self.targets.pool.members():
             self._demand = self._demand or self.targets.pool.lease(f"{self._router_id}.demand", None)
         elif self._demand is not None:
@@ -295,9 +297,9 @@ def choose(
 
 
 class PrefixIndex:
-    """Prompt prefixes that were sent to each replica and are probably cached there; the oldest are forgotten first.
+    """The prompt prefixes that each replica has probably cached, since they were sent there. Forgets the oldest first.
 
-    Prefixes of different salts are different prefixes, as they are in the replicas' caches.
+    The replicas' caches distinguish prefixes by salt, and so does the index.
     """
 
     def __init__(self) -> None:

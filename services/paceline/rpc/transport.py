@@ -17,7 +17,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", _UNLIMITED),
 ]
 HANDSHAKE_TIMEOUT = "grpc.server_handshake_timeout_ms"
-"""Time in which the client of a new connection must send its first bytes, and end its handshake of TLS."""
+"""Option: milliseconds in which a new client must send its first bytes and finish its TLS handshake."""
 SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.so_reuseport", 0),
@@ -37,7 +37,10 @@ CHANNEL_OPTIONS = [
 
 
 def max_age(age_s: float) -> tuple[str, int]:
-    """The option of a server whose connections of about this age (gRPC varies it by a tenth) take no new calls."""
+    """Returns the server option by which connections of about ``age_s`` seconds take no new calls.
+
+    gRPC varies the age by a tenth.
+    """
     return ("grpc.max_connection_age_ms", round(1000 * age_s))
 
 
@@ -66,10 +69,11 @@ class _TokenCheck(aio.ServerInterceptor):
 
 
 def server_credentials(certificates: Certificates, *, internal: bool = True) -> grpc.ServerCredentials:
-    """Credentials of a server that shows its newest certificate, and refuses peers without one of the same authority;
-    a public one (``internal`` false) only if there is an authority.
+    """Returns the credentials of a server that shows its newest certificate.
 
-    The files are looked at with each new connection. Streams that are open keep the certificate that they began with.
+    The server refuses peers without a certificate of the same authority. A public one (``internal`` false) does so only
+    if ``certificates`` name an authority. The files are looked at with each new connection. Open streams keep the
+    certificate that they began with.
     """
 
     def configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
@@ -83,7 +87,7 @@ def server_credentials(certificates: Certificates, *, internal: bool = True) -> 
 
 
 def channel(address: str, certificates: Certificates | None) -> aio.Channel:
-    """A channel to a replica, with the newest certificate. None: it is not encrypted."""
+    """Returns a channel to the replica at ``address`` (``host:port``). ``certificates`` None: it is not encrypted."""
     if certificates is None:
         return aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     own = certificates.refresh()
@@ -104,9 +108,9 @@ async def start_server(
 ) -> tuple[aio.Server, int]:
     """Starts a server; returns it and its port (0: the system chooses). Raises OSError if the address cannot be bound.
 
-    ``add`` registers the servicers. Every call must carry ``token``, unless that is empty. ``certificates``: encrypt,
-    and refuse peers without a certificate. ``max_message_bytes``: the longest message that is taken. ``internal``:
-    false for clients, who need no certificate unless it names their authority. ``max_age_s``: of a connection.
+    ``add`` registers the servicers. Every call must carry ``token``, unless that is empty. ``certificates``: see
+    ``server_credentials``, as for ``internal``; None: nothing is encrypted. ``max_message_bytes``: the most that the
+    server receives. ``max_age_s``: of a connection, as ``max_age``; None: no limit.
     """
     interceptors = [_TokenCheck(token)] if token else []
     options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]

@@ -1,7 +1,8 @@
-"""What computes KV pages, as far as no probe shows it: code, device, configuration, and all bytes of the weights.
+"""A digest of everything that decides the bits of KV pages: code, device, configuration, and all bytes of the weights.
 
-A file of weights is read once, in the background, by a thread of the lowest priority. Its digest is kept in the cache
-of compiled models. It is computed again if the file's size, time, device or inode is another.
+Targets exchange pages only if their digests are equal. A thread of the lowest priority reads each weight file once. The
+digest of a file is kept in the cache of compiled models, and computed again if the file's size, time, device or inode
+has changed.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Origin:
-    """A digest of facts and files, which is there once the files are read."""
+    """The digest of some facts and files. A thread computes it."""
 
     def __init__(self, facts: bytes, files: Sequence[Path]) -> None:
-        """Begins to read the files."""
+        """Starts the thread that reads the files."""
         self._facts, self._files = facts, files
         self._digest: bytes | None = None
         self._thread = threading.Thread(target=self._read, name="paceline-digest", daemon=True)
@@ -41,11 +42,11 @@ class Origin:
 
     @property
     def digest(self) -> bytes | None:
-        """The digest; None: it is not there yet, or a file cannot be read."""
+        """The 16 bytes of the digest; None: the thread still reads, or could not read a file."""
         return self._digest
 
     def wait(self) -> None:
-        """Returns when the files are read."""
+        """Blocks until the thread has ended."""
         self._thread.join()
 
     def _read(self) -> None:
@@ -62,7 +63,10 @@ class Origin:
 
 
 def origin_of(checkpoint: Checkpoint, model: LoadedModel) -> Origin:
-    """The origin of a target's pages. A window, which the configuration has, may be longer than a probe."""
+    """Starts to compute the origin of a target's pages.
+
+    The configuration is part of it since no probe shows all of it: a sliding window may be longer than a probe.
+    """
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
     code = installed_version(), torch.__version__, torch.backends.cpu.get_cpu_capability(), device
     how = model.kernel, str(model.dtype), model.quantization, checkpoint.quantization
@@ -71,7 +75,11 @@ def origin_of(checkpoint: Checkpoint, model: LoadedModel) -> Origin:
 
 
 def file_digest(path: Path) -> str:
-    """The digest of all bytes of a file, from the cache if the file has not changed. Raises OSError."""
+    """Returns the digest of all bytes of a file in hex, from the cache if the file has not changed.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     state = _state(path)
     kept = cache_dir() / "digests" / hashlib.blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()
     with contextlib.suppress(OSError, ValueError):

@@ -1,9 +1,9 @@
 """The published formats of block heads: DFlash, DFlash 2, DSpark, JetSpec.
 
-Three kinds of config.json are read: z-lab's, whose own keys are in ``dflash_config``; DeepSpec's, which has them at the
-top; and that of the speculators library, whose layers are in ``transformer_layer_config``. A key counts wherever it is,
-and must not be there twice with two values. The tensors are the same: ``fc``, ``hidden_norm``, ``norm``, ``layers.{i}``
-of the Qwen 3 or Llama family, and the tensors of ``block.py``. JetSpec's files are DFlash's.
+Three kinds of config.json are read. z-lab's has its own keys in ``dflash_config``, DeepSpec's has them at the top, and
+the speculators library has the layers in ``transformer_layer_config``. A key counts wherever it stands. A key that
+stands twice must have one value. The tensors are the same in all three: ``fc``, ``hidden_norm``, ``norm``,
+``layers.{i}`` of the Qwen 3 or Llama family, and the tensors of ``block.py``. JetSpec's files are DFlash's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.drafters.heads.reading import (
 from paceline.errors import ConfigError
 
 SINGLE = dict.fromkeys(("dflash", "dspark", "jetspec"), ("mask_embedding",))
-"""Method -> stems of the files of one tensor that it may come with."""
+"""Method -> names, without the ending, of further files that hold one tensor each."""
 
 _BLOCK = {"mask_token_id", "target_layer_ids", "block_size", "sample_from_anchor", "dspark_bonus_anchor"}
 _CAUSAL = ("causal", "causal_head", "dflash_query_causal", "is_causal")
@@ -50,12 +50,12 @@ _OF_TRAINING = {
     *("speculators_model_type", "speculators_config", "has_no_defaults_at_init", "transformer_layer_config"),
     *("use_aux_hidden_state", "dflash_config"),
 }
-"""Keys that say nothing which is not known otherwise."""
+"""Keys of training, and of parts that are read on their own. Their values decide nothing by themselves."""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """The values of a configuration, wherever they are."""
+    """The values of a configuration, wherever they stand in it."""
 
     reading: Reading
     values: Mapping[str, Any]
@@ -63,7 +63,11 @@ class _Block:
     names: frozenset[str]
 
     def integer(self, name: str, *, least: int = 1, default: int | None = None) -> int:
-        """A whole number that must be there, unless it has a default."""
+        """Returns a whole number.
+
+        Raises:
+            ConfigError: it is smaller than ``least``, no whole number, or missing without a ``default``.
+        """
         value = self.values.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(
@@ -72,7 +76,11 @@ class _Block:
         return value
 
     def agreed(self, default: bool, **said: object) -> bool:
-        """The one value that all keys that are present have; keys with None count as absent."""
+        """Returns the value that the given keys share. None: a key is absent; ``default``: all keys are absent.
+
+        Raises:
+            ConfigError: two keys have different values.
+        """
         values = {name: bool(value) for name, value in said.items() if value is not None}
         if len(set(values.values())) > 1:
             raise ConfigError(f"{' and '.join(values)} of {self.reading.what} contradict each other")
@@ -121,7 +129,7 @@ def _name(key: str) -> str:
 
 
 def _examined(reading: Reading) -> _Block:
-    """The configuration, without a key that is not known here."""
+    """Reads the configuration, and refuses unknown keys."""
     nested = reading.config.get("dflash_config") or {}
     layers = reading.config.get("transformer_layer_config") or {}
     names = frozenset(_name(key) for key in reading.keys)
@@ -238,9 +246,9 @@ def _windows(block: _Block) -> tuple[int | None, ...]:
 
 
 def _causal(block: _Block, method: str, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """Per layer: True if rows see only those before them.
+    """Returns for each layer whether a row sees only the rows before it.
 
-    In files of the speculators library only layers with windows may.
+    In files of the speculators library only layers with windows can be causal.
     """
     values = block.values
     if "transformer_layer_config" in block.reading.config and method != "jetspec":
@@ -304,6 +312,6 @@ def _sequential(block: _Block, method: str) -> dict[str, Any]:
 
 
 def _shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
-    """Tensors by the names of the module."""
+    """Returns the shape of each tensor by its name in the module."""
     keys: Iterable[str] = reading.keys
     return {_name(key): reading.files.shapes[key] for key in keys}

@@ -1,15 +1,15 @@
-"""The work of a step of attention in place: which keys its places see, and calls whose partial sums fit a scratch.
+"""The attention of one step over KV pages: the keys that each token sees, and calls whose partial sums fit a scratch.
 
 A *place* is one token in a query row. A *split* is ``SPLIT`` pages at a fixed position of a context. Each place has a
-partial sum for each head and each split that its row sees. A step is attended by a list of work, one piece for each row
-and split, and not by a grid over rows and page tables: what a step costs, and the sizes of a recording, depend on its
-tokens and not on how they are spread over sessions or on the longest context.
+partial sum for each head and each split that its row sees. The kernel takes a list of work with one piece for each row
+and split, not a grid over rows and page tables. So the cost of a step and the sizes of a recording depend on the number
+of its tokens, not on the longest context or on the tokens of each session.
 
-Partial sums take at most ``MAX_SCRATCH_BYTES``. A step that needs more is attended in several calls: for some of its
-rows, or for some places of one row. The sums of a place are its own, so its bits are the same in any call.
+Partial sums take at most ``MAX_SCRATCH_BYTES``. A step that needs more is cut into several calls: for some of its rows,
+or for some places of one row. A place shares no sums with others, so its bits are the same in any call.
 
-Full rows, as the chunks of prompts consist of, are *walked* where they are many: one program takes all splits of a row,
-and there are no partial sums. No triton.
+Prompt chunks consist of full rows. Where there are many, the kernel *walks* them: one program takes all splits of a
+row, and there are no partial sums. Imports no triton.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.model.shapes import QUERY_ROW_LEN
 from paceline.types import PAGE_SIZE
 
-if TYPE_CHECKING:  # importing it takes a second, and estimates of memory need it not
+if TYPE_CHECKING:  # importing it takes a second, and estimates of memory do without
     from torch import Tensor
 
 MOST_KEY_DIM, MOST_VALUE_DIM = 576, 512
-"""Numbers of a head's key and value that the kernel takes, as DeepSeek's latents have."""
+"""Largest head sizes of keys and values that the kernel takes: those of DeepSeek's latents."""
 MAX_SCRATCH_BYTES = 256 << 20
 """Most bytes of partial results of one call. One place alone may need more."""
 RECORDED_SCRATCH_BYTES = 512 << 20
-"""The same of a recorded step, which is one call."""
+"""Most bytes of partial results of a recorded step, which is one call."""
 SPLIT = 2
-"""Pages that one program attends to, in order. Few, so that a short context still occupies most of a device."""
+"""Pages that one program attends to, in order. A small number: a short context must occupy most of a device."""
 BLOCK = 16
-"""Places, times grouped heads, of one tile: the smallest that matrix units take."""
+"""Rows of one tile, places times query heads of a KV head: the smallest tile that matrix units take."""
 LEAST_WALKS = 128
-"""Programs that walk rows at least: about one for each multiprocessor. Fewer would leave most of a device idle."""
+"""Fewest programs that walk rows: about one for each multiprocessor. Fewer would leave most of a device idle."""
 _FLOAT32_BYTES = 4
 _SPLIT_KEYS = SPLIT * PAGE_SIZE
 
@@ -67,14 +67,14 @@ def walks(num_full: int, programs: int) -> bool:
 
 
 def most_sums(bytes_per_sum: int, limit: int = MAX_SCRATCH_BYTES) -> int:
-    """Partial sums of one call, at least one."""
+    """Returns the most partial sums of one call, at least one. ``limit``: bytes of its scratch."""
     return max(1, limit // bytes_per_sum)
 
 
 def scratch_bytes(num_places: int, num_pages: int, bytes_per_sum: int, limit: int = RECORDED_SCRATCH_BYTES) -> int:
-    """Bytes of the largest call of a step: of ``num_places`` tokens that each see up to ``num_pages`` pages.
+    """Returns the bytes of the largest call of a step of ``num_places`` tokens that each see up to ``num_pages`` pages.
 
-    As if no row was walked. ``limit``: ``MAX_SCRATCH_BYTES`` for steps that are not recorded.
+    Assumes that no row is walked. ``limit``: ``MAX_SCRATCH_BYTES`` for steps that are not recorded.
     """
     splits = num_splits(num_pages)
     return min(num_places * splits, max(most_sums(bytes_per_sum, limit), splits)) * bytes_per_sum
@@ -84,8 +84,9 @@ def calls(places: Sequence[int], splits: Sequence[int], most: int) -> list[Call]
     """Cuts a step into calls of at most ``most`` partial sums.
 
     Args:
-        places: of each row, the number of its tokens.
-        splits: of each row, the splits that it sees.
+        places: number of tokens of each row.
+        splits: number of splits that each row sees.
+        most: partial sums of one call.
     """
     found: list[Call] = []
     first = total = 0
@@ -119,15 +120,16 @@ class Seen:
     first: Tensor
     """int32 [B, n]: the first key that each place sees."""
     stop: Tensor
-    """int32 [B, n]: the key behind the last one."""
+    """int32 [B, n]: the key after the last one."""
     places: Tensor
-    """int32 [B]: tokens of each row; 0 of a row of padding."""
+    """int32 [B]: tokens of each row; 0 for a row of padding."""
     mask: Tensor | None = None
-    """Additive [B, 1, n, pages * PAGE_SIZE]; None: nothing else is hidden."""
+    """[B, 1, n, pages * PAGE_SIZE], added to the scores; None: nothing else is hidden."""
     sizes: tuple[list[int], list[int]] | None = None
     """Places and splits of each row, if the host knows them; None while a step is recorded."""
     capacity: int = 0
-    """While a step is recorded: the most partial sums that its tokens can need; then the number it has room for."""
+    """While a step is recorded: the most partial sums that its tokens can need; afterwards the number that its
+    scratch has room for."""
     by_library: Callable[[Tensor, Tensor, Tensor, float, Tensor], None] | None = None
     """Overwrites the results of tokens that a library attends to (``flashinfer.Library.attend``); None: there are none.
     Rows of such tokens alone have no places here."""
