@@ -360,7 +360,7 @@ async def routed(
     """A router of its own to these replicas; ``delay_s`` is added to each way of its draft links."""
     info = TargetInfo(load_tokenizer(config.target.path), config.target.max_model_len or 4096, ())
     pools = StaticPool("target", members["target"]), StaticPool("draft", members["draft"])
-    settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S)
+    settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S, chunk_window_s=0.0)
     metrics = _Metrics(Registry("router"), "paced")
     router = Router(info, *pools, settings, metrics=metrics)
     await router.start()

@@ -75,7 +75,7 @@ class Traffic:
         ):
             tokens += chunk.token_ids
             if mode is not Mode.PLAIN:
-                drafted = chunk.round.num_drafted if chunk.round is not None else 0
+                drafted = sum(each.num_drafted for each in chunk.rounds)
                 self._note("message", client=index, tokens=len(chunk.token_ids), drafted=drafted)
         return tuple(tokens)
 

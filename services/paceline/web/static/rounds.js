@@ -74,9 +74,10 @@ export class Rounds {
   /** Takes a choice of an event; returns the text pieces `{text, origin}` that it adds. */
   take(choice) {
     const { round, earlier_rounds: earlier = [], trace, segments = [] } = choice.speculation ?? {};
-    let index = 0;
+    const all = round ? [...earlier, round] : earlier;
+    const origins = all.flatMap((one) => Array.from({ length: one.accepted }, (_, i) => originOf(one, true, i)));
     const pieces = segments.map(({ text, drafted }) => {
-      return { text, origin: originOf(round, drafted, drafted ? index++ : 0) };
+      return { text, origin: drafted ? (origins.shift() ?? "draft") : "target" };
     });
     const tokens = choice.token_ids ?? [];
     let at = 0;
