@@ -63,7 +63,7 @@ class Checkpoint:
     generation_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Content of generation_config.json; {} if there is none."""
     counted: WeightCounts | None = None
-    """Its weights by its configuration, of one without files of weights; None: their headers tell."""
+    """Weights by the configuration, for a checkpoint without weight files; None: the headers of its files count."""
 
     @classmethod
     def open(cls, source: str, trust_remote_code: bool = False) -> Self:

@@ -131,8 +131,8 @@ class Packing:
     """Ending of a scale of all scales."""
     divides: bool = False
     """True: the scales are divided by the second scale."""
-    beside: str = ""
-    """Name of the scales beside a parameter ``weight``, where no ending is: ``scale`` in DeepSeek V4."""
+    sibling: str = ""
+    """Name of the scales next to a parameter ``weight``, in formats without an ending: ``scale`` in DeepSeek V4."""
     scale_types: tuple[str, ...] = ()
     """Number formats of the scales; (): any float."""
     other: Packing | None = None
@@ -155,18 +155,18 @@ class Packing:
                 stem = name.removesuffix(scales)
                 if name.endswith(scales) and stem + self.codes in names:
                     found[stem + self.plain] = stem
-        if self.beside:
+        if self.sibling:
             for name in names:
-                stem = name.removesuffix(self.beside) + "weight"
-                if name.endswith(f".{self.beside}") and stem in names:
+                stem = name.removesuffix(self.sibling) + "weight"
+                if name.endswith(f".{self.sibling}") and stem in names:
                     found[stem] = stem
         return found
 
     def scale_names(self, stem: str) -> Iterator[str]:
         """Names that the scales of a weight may have, of which the first that is there counts."""
         yield from (stem + ending for ending in self.scales)
-        if self.beside and stem.endswith(".weight"):
-            yield stem.removesuffix("weight") + self.beside
+        if self.sibling and stem.endswith(".weight"):
+            yield stem.removesuffix("weight") + self.sibling
 
     def scaled(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Format]:
         """Weights that a GPU can multiply as they are stored, with their formats there, by the weights' names.
@@ -428,7 +428,7 @@ def _fp8(config: Mapping[str, Any]) -> Packing | str:
     Experts of DeepSeek V4 are floats of 4 bits, two in an ``I8``, with the exponent of each 32 inputs.
     """
     rows, columns = config.get("weight_block_size") or (0, 0)
-    whole = Packing("scaled", "", "", ("_scale_inv", _ANY_SCALE), _FLOAT8, block=(rows, columns), beside="scale")
+    whole = Packing("scaled", "", "", ("_scale_inv", _ANY_SCALE), _FLOAT8, block=(rows, columns), sibling="scale")
     experts = replace(whole, kind="nvfp4", types=("I8",), bits=4, block=(1, MXFP4_GROUP), scale_types=("F8_E8M0",))
     return replace(whole, other=experts)
 

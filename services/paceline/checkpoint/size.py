@@ -144,7 +144,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     num_bytes: int
     first_byte: int
-    """Its place in the file."""
+    """Offset of the tensor's first byte in the file."""
 
 
 class WeightCounts(NamedTuple):

@@ -81,7 +81,7 @@ def _pattern_in(file: Path) -> str | None:
 
 
 def converted(folder: Path, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The content of ``tokenizer.json``, and of the tokenizer_config.json beside it.
+    """The content of ``tokenizer.json``, and of the tokenizer_config.json next to it.
 
     Raises:
         ConfigError: the file or the settings are damaged, tokens are added outside the ids after its own, or two have

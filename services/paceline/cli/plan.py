@@ -280,7 +280,7 @@ _count = _count_to(1_000_000)
 
 
 def _require_all(args: argparse.Namespace) -> None:
-    """Raises ConfigError that names all that lacks, if it is of more than one kind."""
+    """Raises one ConfigError that names all missing flags, if flags of more than one kind are missing."""
     measured_flags = ("--target-step-ms", "--draft-step-ms", "--acceptance")
     left = [flag for flag in measured_flags if getattr(args, flag[2:].replace("-", "_")) is None]
     lacking = []

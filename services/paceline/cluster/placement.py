@@ -201,7 +201,7 @@ class _ServeLease:
             self.task.add_done_callback(lambda _: timer.cancel())
 
     def abort(self) -> None:
-        """Ends it now, wherever it is."""
+        """Cancels the task now, in any state."""
         if self.task is not None:
             self.task.cancel()
 

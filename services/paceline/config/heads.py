@@ -132,7 +132,7 @@ class HeadDraftOptions(Growing):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """That of the head."""
+        """Returns the device of the head, as the only one."""
         return (self.device,)
 
     @property

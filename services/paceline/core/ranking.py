@@ -23,7 +23,7 @@ class Ranking:
         self._anchor, self._depth, self._most = anchor, depth, most
         self._factor, self._branch_tokens = factor, branch_tokens
         self.nodes: list[Any] = []
-        """Those found so far."""
+        """The nodes found so far, in falling order of expected gain."""
         self._serial = 0
         # -worth, serial, path probability, begins a branch, siblings from this one on, path and worth of the parent
         self._heap: list[tuple[float, int, float, bool, list[tuple[float, Any]], float, float]] = []

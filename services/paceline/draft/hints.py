@@ -31,7 +31,7 @@ def read_hint(session: DraftSession, hint: Hint) -> Hinted:
     """The part of a hint about nodes that the session's tree has.
 
     Raises:
-        InvalidRequestError: it holds no tokens, or such as are in no vocabulary, or no probabilities.
+        InvalidRequestError: it holds no tokens, a token outside the vocabulary, or no probabilities.
     """
     num_nodes = len(hint.node_ids)
     if not num_nodes or not hint.packed or len(hint.packed) % (HINT_BYTES * num_nodes) or not 0 < hint.weight <= 1:

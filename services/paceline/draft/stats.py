@@ -39,7 +39,7 @@ class DraftStats:
     states: int = 0
     """Positions whose hidden states have come."""
     states_bytes: int = 0
-    """Bytes of these states."""
+    """Bytes of the hidden states that have come."""
     states_missing: int = 0
     """Positions whose states were lost on the way: later ones came without them."""
     states_dropped: int = 0
@@ -47,7 +47,7 @@ class DraftStats:
     hints: int = 0
     """Messages with hints of targets that were in time."""
     hints_bytes: int = 0
-    """Bytes of their tokens."""
+    """Bytes of the hints that have come."""
     hints_late: int = 0
     """Messages with hints about another step than the one that runs."""
     hints_invalid: int = 0
@@ -59,6 +59,6 @@ class DraftStats:
     paths: int = 0
     """Tree steps that drafted the path of one session by one call."""
     path_tokens: int = 0
-    """Nodes that these steps expanded."""
+    """Nodes expanded in tree steps that drafted a path by one call."""
     path_s: float = 0.0
-    """Seconds of these steps."""
+    """Seconds of tree steps that drafted a path by one call."""

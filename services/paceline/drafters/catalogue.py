@@ -23,7 +23,7 @@ class Method(Row):
 
     @property
     def place(self) -> Place:
-        """Where it runs."""
+        """Returns where drafters of this method run."""
         return self.entry.place
 
     @property

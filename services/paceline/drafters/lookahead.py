@@ -80,7 +80,7 @@ class LookaheadHead(Stateless, OfSessions[_Session]):
 
     @property
     def rider(self) -> Rider:
-        """Itself."""
+        """This drafter."""
         return self
 
     def ready(self, session_id: str) -> bool:

@@ -69,12 +69,12 @@ class ModelDrafter(OfSessions[RowSession]):
 
     @property
     def chainer(self) -> Chainer:
-        """Itself: ``chains`` says for which sessions."""
+        """This drafter, which drafts paths for the sessions that ``chains`` names."""
         return self
 
     @property
     def ranker(self) -> Ranker:
-        """Itself."""
+        """This drafter."""
         return self
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:

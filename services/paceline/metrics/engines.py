@@ -16,7 +16,9 @@ ENGINE_COUNTERS: dict[tuple[str, str], Metric] = {
         "paceline_draft_step_seconds_total", "seconds", "Time that drafts have spent inside tree steps."
     ),
     ("draft", "path_s"): counter(
-        "paceline_draft_path_seconds_total", "seconds", "Part of this in steps that drafted a path by one call."
+        "paceline_draft_path_seconds_total",
+        "seconds",
+        "Part of the step seconds in steps that drafted a path by one call.",
     ),
     ("target", "step_s"): counter(
         "paceline_target_step_seconds_total",
@@ -68,12 +70,12 @@ for _engine, _field, _unit, _help in (
     ("target", "messages_foreign", "messages", "Messages for a session that another router opened."),
     ("target", "messages_malformed", "messages", "Messages that targets could not read."),
     ("target", "pages_moved", "pages", "KV pages that came with sessions from draining targets."),
-    ("target", "page_bytes_moved", "bytes", "Bytes of these pages."),
+    ("target", "page_bytes_moved", "bytes", "Bytes of KV pages that came with sessions from draining targets."),
     (
         "target",
         "page_bytes_by_nixl",
         "bytes",
-        "Bytes of these pages that were read by NIXL; the rest through host memory.",
+        "Bytes of moved KV pages that NIXL read; the rest came through host memory.",
     ),
     (
         "target",

@@ -277,7 +277,7 @@ class Clock:
 
 
 def build_exporter(endpoint: str | None, protocol: str) -> SpanExporter:
-    """Raises ModuleNotFoundError."""
+    """Returns the exporter of a protocol, ``grpc`` or HTTP. Raises ModuleNotFoundError if its package is missing."""
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 

@@ -66,7 +66,7 @@ class Arrived(Ranking):
 
 
 class Offer(SubtreeOffer):
-    """These nodes as an offer to a step."""
+    """Nodes of the simulation as an offer to a step."""
 
     __slots__ = ("_each", "_now")
 
@@ -212,7 +212,7 @@ class Tree:
         return length
 
     def verify(self, nodes: list[Node]) -> None:
-        """These are in flight from now on."""
+        """Records that a step verifies ``nodes`` from now on."""
         start = self.place.position if self.place is not None else 0
         self.proposal, self._sorted = nodes, False
         for node in nodes:

@@ -1,4 +1,4 @@
-"""Free memory of this machine, and the number of KV pages that belong into it. Plain numbers: starts without torch.
+"""Free memory of this machine, and the number of KV pages that fit into it. Plain numbers: starts without torch.
 
 Called by both checks, ``preflight.service`` and ``preflight.device``, by the estimates, and by the builders.
 """

@@ -34,9 +34,9 @@ class Hints:
         """``exit``: states at the boundary ``[n, hidden]`` -> logits ``[n, vocabulary]``."""
         self.options = options
         self.num_sent = 0
-        """Places that tokens were sent for."""
+        """Places of steps for which a hint was sent."""
         self.num_bytes = 0
-        """Bytes of these tokens."""
+        """Bytes of the hints that were sent."""
         self._exit = exit
 
     def of(self, parts: Sequence[Scheduled], states: Tensor) -> list[Hint]:

@@ -61,7 +61,7 @@ class StatesLink:
         self.num_sent = 0
         """Positions whose states were sent; a position that is sent again counts again."""
         self.num_bytes = 0
-        """Bytes of these states."""
+        """Bytes of the states that were sent, repeats included."""
         self._fuse = fuse
         self._columns: tuple[int, ...] = ()
         self._num_boundaries = 0

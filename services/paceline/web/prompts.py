@@ -21,7 +21,7 @@ _FORMS = (
 )
 """Marks of the tokenizers that know how to fill a gap, in the order of the prompt."""
 _ENDS = ("▁<EOT>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<file_sep>", "<|file_separator|>", "<|repo_name|>")
-"""Tokens after which nothing belongs into the gap."""
+"""Tokens after which nothing belongs in the gap."""
 _LIKELY_CHARS = 16
 """Characters of which two tokens are made at least, most often."""
 _ODD = "\N{WHITE SMILING FACE}"

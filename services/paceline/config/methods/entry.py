@@ -101,7 +101,7 @@ class PoolMethod(Entry):
 
     @property
     def place(self) -> Place:
-        """Where it runs."""
+        """Returns where drafters of this method run."""
         return Place.POOL
 
     @property

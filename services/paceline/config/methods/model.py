@@ -58,7 +58,7 @@ class DraftOptions(Growing, ModelOptions):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """That of the model."""
+        """Returns the device of the draft model, as the only one."""
         return (self.device,)
 
 

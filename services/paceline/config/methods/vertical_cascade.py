@@ -103,7 +103,7 @@ class CascadeDraftConfig(Drafts):
 
 
 def _with_model(tree: dict[str, Any], model: str) -> None:
-    """Its first drafter is the model."""
+    """Inserts ``model`` as the cascade's first drafter."""
     options = tree["engine_kwargs"]
     options["drafters"] = [{"model": model}, *options["drafters"]]
 

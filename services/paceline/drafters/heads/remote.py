@@ -87,7 +87,7 @@ class RemoteHead(OfSessions[_Session]):
 
     @property
     def states(self) -> StatesDrafter:
-        """Itself."""
+        """This drafter."""
         return self
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:

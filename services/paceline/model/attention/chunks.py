@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 
-if TYPE_CHECKING:  # importing it takes a second, and layouts need it not
+if TYPE_CHECKING:  # importing it takes a second, and layouts do without
     from transformers import PreTrainedModel
 
 CHUNKED = "chunked_attention"

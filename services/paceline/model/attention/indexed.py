@@ -47,10 +47,10 @@ class IndexedStep:
     page_table: Tensor
     gather_index: Tensor
     mask: Tensor
-    """Of full attention, additive ``[B, 1, n, Tk]``."""
+    """``[B, 1, n, Tk]`` of full attention, added to the scores."""
 
     def __getitem__(self, place: Any) -> Self:
-        """Itself: layers slice their mask before they pass it on."""
+        """Returns the step itself for any slice: layers slice their mask before they pass it on."""
         return self
 
     def choose(self, pool: int, queries: Tensor, keys: Tensor, weights: Tensor, top_k: int) -> Tensor:

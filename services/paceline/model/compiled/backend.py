@@ -148,7 +148,7 @@ class _Room(NamedTuple):
     inputs: tuple[Tensor, ...]
     """The first arguments of the traced signature, up to the masks."""
     linear: tuple[list[Tensor], ...]
-    """Its last one, of a model with linear layers, whose numbers lie behind the step's in the buffer."""
+    """The last argument for a model with linear layers, whose numbers lie after the step's in the buffer; else ()."""
 
     @classmethod
     def of(cls, shape: StepShape, buffer: Tensor, pools: dict[int, LinearPools]) -> Self:

@@ -80,11 +80,11 @@ class TargetStats:
     states_sent: int = 0
     """Positions whose hidden states were sent to drafts."""
     states_bytes: int = 0
-    """Bytes of these states."""
+    """Bytes of the hidden states that were sent to drafts."""
     hints_sent: int = 0
     """Places of steps for which a hint was sent to a draft."""
     hints_bytes: int = 0
-    """Bytes of their tokens."""
+    """Bytes of the hints that were sent to drafts."""
     drafts_paused: int = 0
     """Times that drafting was paused for a session."""
     drafts_resumed: int = 0
@@ -126,13 +126,13 @@ class StepTimes(NamedTuple):
     forward_at: float
     """Time when its forward began."""
     is_ahead: bool
-    """It was launched before the one in front of it was done."""
+    """True if the step was launched before the step in front of it was done."""
     decided_at: float
     """Time when its verdicts were known."""
     last_at: float
-    """The same of the step before it; 0: it is the first one."""
+    """Time when the verdicts of the step before were known; 0: this step is the first one."""
     follows: bool
-    """There was no pause since that step."""
+    """True if there was no pause since the step before."""
 
 
 @record
@@ -142,7 +142,7 @@ class MeasuredStep:
     row_s: float
     """Delay by one draft token, summed over the sessions of the step."""
     plain_s: float
-    """A plain step of the same sessions, start to start."""
+    """Seconds from the start of a plain step of the same sessions to the start of the next."""
     guess_s: float
     """Seconds of lookahead's guesses in the step."""
     decoding: float
@@ -157,12 +157,12 @@ class DecidedRound(NamedTuple):
     num_accepted: int
     """Accepted tokens, cut at the session's end."""
     num_emitted: int
-    """Emitted tokens, cut as well."""
+    """Emitted tokens, cut at the session's end."""
     finish_reason: FinishReason | None
     """The reason if the session ends here."""
     cause: Cause
     heard: bool | None
-    """Its draft has sent nodes; None: it had no draft."""
+    """True if the session's draft has sent nodes; None: the session had no draft."""
     waiting_since: float | None
     outcome_at: float
 
@@ -358,5 +358,5 @@ class StepMeter:
         self._gate.trials.measure(num_parts, num_tokens, seconds, drafting=2 * heard >= len(may))
 
     def book(self, times: StepTimes) -> None:
-        """Adds the time of a step to that which trials may take a share of."""
+        """Adds the time of a step to the time of which trials may take a share."""
         self._allocation.budget.step(times.decided_at - (times.last_at or times.decided_at))

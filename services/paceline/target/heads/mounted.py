@@ -42,7 +42,7 @@ class MountedHead(HeadGrower):
         self.coupled, self.rejection = AcceptanceHistory(), AcceptanceHistory()
         """Acceptance of its tokens in all sessions, by rule."""
         self._records: dict[tuple[int, bool], tuple[HeadGate, AcceptanceHistory, AcceptanceHistory]] = {}
-        """These three by the circumstances in which they were learned (``use``)."""
+        """Gate and both acceptances by the circumstances in which they were learned (``use``)."""
         self.calibrations = {rule: Calibration(FAN_OUT) for rule in Rule}
         self.follows = True
         """True: the head is given committed tokens after each step. False: it is paused and gets them later
