@@ -15,7 +15,7 @@ import struct
 from collections import abc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from operator import index
+from operator import attrgetter, index
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypedDict, get_args
 
 from pydantic import (
@@ -908,6 +908,13 @@ class ServerInfo:
         return asdict(plain)
 
 
+_COUNTS = (
+    *("rounds", "hits", "misses", "drafted", "accepted"),
+    *("lookup_drafted", "lookup_accepted", "head_drafted", "head_accepted"),
+)
+_counts_of = attrgetter(*_COUNTS)
+
+
 @dataclass(slots=True)
 class SpeculationStats:
     """Counted events of one session; rates are derived, never stored."""
@@ -930,9 +937,7 @@ class SpeculationStats:
 
     def counts(self) -> dict[str, int]:
         """Numbers of rounds and of tokens, by name."""
-        of_rounds, of_tokens = ("rounds", "hits", "misses"), ("drafted", "accepted")
-        names = *of_rounds, *of_tokens, *(f"{producer}_{kind}" for producer in ("lookup", "head") for kind in of_tokens)
-        return {name: getattr(self, name) for name in names}
+        return dict(zip(_COUNTS, _counts_of(self), strict=True))
 
     def add(self, round_: Round) -> None:
         """Counts one round."""

@@ -27,6 +27,7 @@ from paceline.checkpoint.gguf.header import is_decoded
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.checkpoint.weights import WeightFiles
 from paceline.cli.main import main
+from paceline.cluster.ports import free_ports
 from paceline.config import HeadOptions, LocalConfig, TargetModel
 from paceline.config.loading import place_of
 from paceline.errors import ConfigError
@@ -379,8 +380,9 @@ def test_a_number_format_names_a_file_of_a_repository(files, tmp_path, monkeypat
 
 
 def test_the_service_is_checked_with_a_file(files, capsys):
-    path = files("llama")[1]
-    assert main(["check", str(path), "--device", "cpu", "--dtype", "float32"]) == 0
+    path, (grpc_port, http_port) = files("llama")[1], free_ports(2)
+    ports = "--grpc-port", str(grpc_port), "--http-port", str(http_port)
+    assert main(["check", str(path), "--device", "cpu", "--dtype", "float32", *ports]) == 0
     assert "The service may start" in capsys.readouterr().out
     assert main(["check", str(path.with_name("none.gguf"))]) != 0
     assert "none.gguf' does not exist" in capsys.readouterr().err

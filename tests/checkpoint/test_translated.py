@@ -25,6 +25,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import folder_of
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.cli.main import main
+from paceline.cluster.ports import free_ports
 from paceline.errors import ConfigError
 from paceline.model.loading import load_pretrained
 from paceline.model.local_config import counts_by_config
@@ -231,7 +232,9 @@ def test_its_chat_template_finds_its_calls_and_reasoning(kimi):
 
 
 def test_a_service_of_it_is_accepted(kimi, capsys):
-    assert main(["check", str(kimi), "--no-compile", "--drafter", "ngram"]) == 0, capsys.readouterr()
+    grpc_port, http_port = free_ports(2)
+    ports = "--grpc-port", str(grpc_port), "--http-port", str(http_port)
+    assert main(["check", str(kimi), "--no-compile", "--drafter", "ngram", *ports]) == 0, capsys.readouterr()
 
 
 def of_images(text: Path, folder: Path, *, is_indexed: bool) -> Path:

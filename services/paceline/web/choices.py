@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from paceline.errors import RequestCancelledError
-from paceline.types import MAX_SEED, Chunk, FinishReason, Request, Result, Round, SamplingParams, Trace, Usage
+from paceline.types import MAX_SEED, Chunk, FinishReason, Request, Result, Round, SamplingParams, Timing, Trace, Usage
 from paceline.web.errors import ClientLeftError
 from paceline.web.service import Edge
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Item = tuple[int, Chunk | Result]
 """Index of a choice, and one of its chunks or its result."""
+_TIMES = tuple(field.name for field in fields(Timing))
 
 
 def with_seed(sampling: SamplingParams, i: int) -> SamplingParams:
@@ -135,7 +136,7 @@ def speculation_of(result: Result) -> dict[str, Any]:
         **stats.counts(),
         "causes": {cause.value: count for cause, count in stats.causes.items()},
         "acceptance_histogram": {str(i): count for i, count in sorted(stats.acceptance_histogram.items())},
-        "timing": asdict(timing),
+        "timing": {name: getattr(timing, name) for name in _TIMES},
     }
 
 
