@@ -32,7 +32,7 @@ _ONE_BASELINES = ("transformers", "assisted", "lookup")
 _SEVERAL_BASELINES = ("transformers", "continuous")
 PARTS_OF_A_STEP = (
     *("attention", "linear", "gated-delta", "sampling", "batch-invariance"),
-    *("head-cost", "host-time", "overlap"),
+    *("head-cost", "host-time", "overlap", "stream"),
 )
 _Settings = TypeVar("_Settings", bound=RunSettings)
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cli.main import build_parser
 from paceline_bench.cli import PARTS_OF_A_STEP
-from paceline_bench.parts import overlap
+from paceline_bench.parts import overlap, stream
 from paceline_bench.parts.turns import in_turn
 
 
@@ -35,3 +35,11 @@ def test_steps_ahead_are_measured_on_a_stub_of_a_device(capsys: pytest.CaptureFi
     overlap.main(["--ranks", "1", "--sessions", "1", "3", "--steps", "4", "--device-ms", "1"])
     found = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert found == [["ranks", "sessions"], ["1", "1"], ["1", "3"]]
+
+
+def test_chunks_of_streams_are_counted_over_grpc(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a window each token is a chunk, whatever else the machine does."""
+    stream.main(["--streams", "2", "--rates", "1000", "--seconds", "0.02"])
+    head, line = (text.split() for text in capsys.readouterr().out.splitlines())
+    assert (head[:2], line[:3]) == (["streams", "tokens/s"], ["2", "1000", "1.00"])
+    assert 0 < float(line[4]) <= 1
