@@ -17,7 +17,7 @@ from paceline.cli import measure as measure_module
 from paceline.cli.main import main
 from paceline.cli.measure import acceptance_of
 from paceline.config import ServiceConfig
-from paceline.drafters.at_hand import AtHand
+from paceline.drafters.available import AvailableMethod
 from paceline.drafters.catalogue import method_named
 from paceline.errors import ConfigError
 
@@ -292,7 +292,7 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: 
 def test_measured_acceptance_ranks_heads_as_their_card_does() -> None:
     found = {}
     for name in ("Medusa", "MTP"):
-        each = AtHand(method_named(name), f"paceline/embedded-{name.lower()}")
+        each = AvailableMethod(method_named(name), f"paceline/embedded-{name.lower()}")
         found[name], source = acceptance_of("paceline/embedded-target", each, ["def read(self, size):\n"], 0.0)
         assert source == "measured, 1 x 48 tokens at temperature 0"
     assert 0 < found["Medusa"] < found["MTP"] < 0.99
@@ -301,7 +301,7 @@ def test_measured_acceptance_ranks_heads_as_their_card_does() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "model"), [("lookahead", None), ("cascade, vertical", "paceline/embedded-draft")])
 def test_what_drafts_by_several_means_is_measured(name: str, model: str | None) -> None:
-    each = AtHand(method_named(name), model)
+    each = AvailableMethod(method_named(name), model)
     value, source = acceptance_of("paceline/embedded-target", each, ["def read(self, size):\n"], 0.0)
     assert source == "measured, 1 x 48 tokens at temperature 0"
     assert 0 < value < 0.99
@@ -321,7 +321,7 @@ def test_all_that_is_possible_is_measured(tmp_path: Path, capsys: pytest.Capture
 def test_what_a_measurement_refuses_is_not_possible(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(target: str, each: AtHand, *_: object) -> tuple[float, str]:
+    def measure(target: str, each: AvailableMethod, *_: object) -> tuple[float, str]:
         if each.method.kind == "medusa":
             raise ConfigError("it predicts nothing")
         return 0.5, "measured"

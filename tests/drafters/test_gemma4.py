@@ -28,7 +28,7 @@ from paceline.checkpoint.linear import require_draft_model
 from paceline.cli.drafting import choose
 from paceline.cli.flags import heads_of
 from paceline.config import HeadDraftOptions, HeadOptions, TargetOptions, TargetSetup
-from paceline.drafters.at_hand import methods_at_hand
+from paceline.drafters.available import available_methods
 from paceline.drafters.heads import drafter as head_drafter
 from paceline.drafters.heads import gemma4 as gemma4_module
 from paceline.drafters.heads.drafter import HeadDrafter
@@ -345,7 +345,7 @@ def test_advice_knows_what_a_token_reads(tmp_path: Path) -> None:
         size = checkpoint.size()
         assert size is not None
         given, missing = (
-            next(found for found in methods_at_hand(checkpoint, None, heads) if found.method.kind == METHOD)
+            next(found for found in available_methods(checkpoint, None, heads) if found.method.kind == METHOD)
             for heads in ([HeadOptions(method=METHOD, model=source)], [])
         )
         tensors = dict(head_file(name).tensors)

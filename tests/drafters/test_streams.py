@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from paceline.checkpoint.files import Checkpoint
 from paceline.cli.flags import heads_of
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
-from paceline.drafters.at_hand import methods_at_hand
+from paceline.drafters.available import available_methods
 from paceline.drafters.heads import drafter as head_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.module import Unrolled
@@ -230,7 +230,7 @@ def test_advice_knows_what_a_pass_reads(tmp_path: Path) -> None:
     head, size = HeadOptions(method=METHOD, model=source), checkpoint.size()
     assert size is not None
     given, missing = (
-        next(found for found in methods_at_hand(checkpoint, None, heads) if found.method.kind == METHOD)
+        next(found for found in available_methods(checkpoint, None, heads) if found.method.kind == METHOD)
         for heads in ([head], [])
     )
     own = size.item_bytes * sum(tensor.numel() for tensor in head_file("llama").tensors.values())

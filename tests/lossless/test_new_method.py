@@ -43,8 +43,8 @@ from paceline.preflight.service import examine
 (pool,) = (p for p in examine(config, memory=False, cores=False, ports=False).pools if p.key == "draft_config")
 assert pool.estimate is not None and pool.model_id is None
 
-from paceline.drafters.at_hand import methods_at_hand
-found = {each.method.name: each for each in methods_at_hand(Checkpoint.open(resolve(EMBEDDED_TARGET)), None, [])}
+from paceline.drafters.available import available_methods
+found = {each.method.name: each for each in available_methods(Checkpoint.open(resolve(EMBEDDED_TARGET)), None, [])}
 assert found["repeats"].refusal == "", found["repeats"]
 assert found["repeats"].method.drafting.assumed("code") == (0.1, "assumed, tests/support/repeat.py")
 

@@ -25,7 +25,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.packing import Format, packing_of
 from paceline.config import ModelOptions
 from paceline.errors import ConfigError
-from paceline.model import dequantized, kept, quantized
+from paceline.model import dequantized, quantized, stored_weights
 from paceline.model.compiled.parts import _is_part
 from paceline.model.dequantized import DequantizedFiles, dequantized_files
 from paceline.model.loading import load_model, load_pretrained
@@ -53,7 +53,7 @@ FORMATS = {
 def keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU were a GPU with the kernel; a few rows are read at a time."""
     monkeypatch.setattr(dequantized, "NUM_AT_ONCE", 5000)
-    monkeypatch.setattr(kept, "why_not_scaled", lambda device, dtype: None)
+    monkeypatch.setattr(stored_weights, "why_not_scaled", lambda device, dtype: None)
 
 
 def logits_of(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -367,7 +367,7 @@ def test_a_gpu_without_the_kernel_dequantizes_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_packed(tmp_path, "fp8, tensor", CONFIG)
-    monkeypatch.setattr(kept, "why_not_scaled", lambda device, dtype: "needs a C compiler")
+    monkeypatch.setattr(stored_weights, "why_not_scaled", lambda device, dtype: "needs a C compiler")
     files = load_pretrained(Checkpoint.open(str(tmp_path)), torch.bfloat16)
     assert not scaled_layers(files)
     assert "dequantized" not in caplog.text  # on the CPU it is no fault

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folder import local_folder
-from paceline.checkpoint.made import made_once
+from paceline.checkpoint.made_once import made_once
 from paceline.errors import ConfigError
 
 _NEEDED = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import tiktoken_model
-from paceline.checkpoint.made import made_once
+from paceline.checkpoint.made_once import made_once
 from paceline.config import cache_dir
 from paceline.errors import ConfigError
 

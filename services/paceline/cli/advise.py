@@ -1,4 +1,4 @@
-"""``paceline advise``: a target and what is at hand in, the methods that are possible out, with what they should bring.
+"""``paceline advise``: lists the methods that can draft for a target here, with the gain expected of each.
 
 Loads nothing unless ``--measure`` is given. Exit status as in ``exit.py``.
 """
@@ -31,7 +31,7 @@ from paceline.plan.times import StepTable
 
 if TYPE_CHECKING:
     from paceline.checkpoint.size import ModelSize
-    from paceline.drafters.at_hand import AtHand
+    from paceline.drafters.available import AvailableMethod
 
 _STEP_SIZES = tuple(1 << i for i in range(13))
 """Tokens of the steps of a mixture of experts that are computed; in the largest ones every expert has a token."""
@@ -212,7 +212,7 @@ def run_advise(args: argparse.Namespace) -> int:
     """Runs ``paceline advise``."""
     from paceline.checkpoint.files import Checkpoint
     from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, resolve
-    from paceline.drafters.at_hand import methods_at_hand
+    from paceline.drafters.available import available_methods
 
     take_model_argument(args)
     _check(args)
@@ -229,7 +229,7 @@ def run_advise(args: argparse.Namespace) -> int:
     size = checkpoint.size(on_gpu=args.source is None)  # FP8 weights stay 8 bits there
     if size is None:
         raise ConfigError(f"--target is {target!r}: its weights are not on this machine, fetch it first")
-    found = methods_at_hand(checkpoint, draft and resolve(draft), heads, args.plugin and args.plugin.name)
+    found = available_methods(checkpoint, draft and resolve(draft), heads, args.plugin and args.plugin.name)
     found += _on_hosts(args, draft, found)
     found = [_if_served(each, target, args.target_devices) for each in found]
     run = None if args.source is None else read_one(args.source, args.temperature, "--temperature")
@@ -259,7 +259,9 @@ def run_advise(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _on_hosts(args: argparse.Namespace, draft: str | None, found: Sequence[AtHand]) -> Iterator[AtHand]:
+def _on_hosts(
+    args: argparse.Namespace, draft: str | None, found: Sequence[AvailableMethod]
+) -> Iterator[AvailableMethod]:
     """The draft model in the pool, on a core of each target's host, if its step there is given."""
     if args.host_draft_step_ms is None:
         return
@@ -271,7 +273,7 @@ def _on_hosts(args: argparse.Namespace, draft: str | None, found: Sequence[AtHan
             yield replace(each, method=method)
 
 
-def _if_served(each: AtHand, target: str, target_devices: int) -> AtHand:
+def _if_served(each: AvailableMethod, target: str, target_devices: int) -> AvailableMethod:
     """Returns the method, refused if a service with ``target_devices`` ranks refuses its configuration."""
     if each.refusal:
         return each
@@ -337,7 +339,7 @@ def _site(args: argparse.Namespace, size: ModelSize, run: Measurements | None) -
 
 
 def _candidate(
-    args: argparse.Namespace, each: AtHand, acceptance: Acceptance, device: _Device, run: Measurements | None
+    args: argparse.Namespace, each: AvailableMethod, acceptance: Acceptance, device: _Device, run: Measurements | None
 ) -> Candidate:
     """The device in numbers: a forward reads its weights once, on one device."""
     from paceline.drafters.catalogue import Place
@@ -363,14 +365,14 @@ def _candidate(
     return found
 
 
-def _is_of_run(each: AtHand) -> bool:
+def _is_of_run(each: AvailableMethod) -> bool:
     """True for what ``paceline bench local`` measures without flags of its own: a draft model, in either place."""
     return each.method.entry.of_draft and each.guesses is None
 
 
 def _weighed(
-    args: argparse.Namespace, target: str, found: Sequence[AtHand], run: Measurements | None
-) -> tuple[list[AtHand], dict[str, Acceptance]]:
+    args: argparse.Namespace, target: str, found: Sequence[AvailableMethod], run: Measurements | None
+) -> tuple[list[AvailableMethod], dict[str, Acceptance]]:
     """Returns the methods, also refused where measuring fails, and the acceptance of every possible one."""
     examined, acceptances = [], {}
     for each in found:
@@ -383,7 +385,7 @@ def _weighed(
     return examined, acceptances
 
 
-def _acceptance(args: argparse.Namespace, target: str, each: AtHand, run: Measurements | None) -> Acceptance:
+def _acceptance(args: argparse.Namespace, target: str, each: AvailableMethod, run: Measurements | None) -> Acceptance:
     if each.method.kind == "plugin" and not args.measure:
         return Acceptance(args.plugin.acceptance, f"given, --plugin {args.plugin.name}")
     if not args.measure:
@@ -409,7 +411,7 @@ def _prompts(path: Path | None) -> Sequence[str]:
     return lines
 
 
-def _chosen(name: str | None, ranked: Sequence[Forecast], found: Sequence[AtHand]) -> Forecast:
+def _chosen(name: str | None, ranked: Sequence[Forecast], found: Sequence[AvailableMethod]) -> Forecast:
     """The forecast whose configuration is printed. Raises ConfigError."""
     if name is None:
         return ranked[0]
@@ -421,7 +423,7 @@ def _chosen(name: str | None, ranked: Sequence[Forecast], found: Sequence[AtHand
     raise ConfigError(f"--method is {name!r}: {refusal or f'possible on these devices are {there}'}")
 
 
-def configuration(site: Site, target: str, chosen: Forecast, found: dict[str, AtHand]) -> dict[str, Any]:
+def configuration(site: Site, target: str, chosen: Forecast, found: dict[str, AvailableMethod]) -> dict[str, Any]:
     """The service's configuration for a forecast, as ``ServiceConfig.parse`` takes it."""
     k, per_target = max(1, chosen.predicted.k), math.ceil(site.sessions / chosen.targets)
     tree: dict[str, Any] = {"target_config": {"model_loading_config": {"model_id": target}}, "draft_config": None}
@@ -455,7 +457,7 @@ def as_json(
     site: Site,
     ranked: Sequence[Forecast],
     acceptances: dict[str, Acceptance],
-    found: Sequence[AtHand],
+    found: Sequence[AvailableMethod],
     tree: dict[str, Any],
 ) -> dict[str, Any]:
     """The object that ``--json`` prints."""
@@ -472,7 +474,7 @@ def report(
     site: Site,
     ranked: Sequence[Forecast],
     acceptances: dict[str, Acceptance],
-    found: Sequence[AtHand],
+    found: Sequence[AvailableMethod],
     kept: float | None,
 ) -> Iterator[str]:
     """The lines that are printed before the configuration."""
@@ -498,7 +500,7 @@ def report(
             "they draft ahead"
         )
     yield "prompt lookup is always on in addition to these, where its tokens are likely to be accepted"
-    from paceline.drafters.at_hand import NO_CHECKPOINT
+    from paceline.drafters.available import NO_CHECKPOINT
 
     shown = {forecast.name for forecast in ranked}
     by_reason: dict[str, list[str]] = {}

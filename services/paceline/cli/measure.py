@@ -10,13 +10,13 @@ from paceline.local import LocalPipeline
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
-    from paceline.drafters.at_hand import AtHand
+    from paceline.drafters.available import AvailableMethod
 
 _NUM_TOKENS = 48
 _DRAFT_TOKENS = 4
 
 
-def acceptance_of(target: str, each: AtHand, prompts: Sequence[str], temperature: float) -> tuple[float, str]:
+def acceptance_of(target: str, each: AvailableMethod, prompts: Sequence[str], temperature: float) -> tuple[float, str]:
     """Returns (acceptance, how it was measured) of an available method.
 
     Acceptance is of a token given its ancestors: accepted tokens over decided ones. Decided are the accepted tokens and

@@ -187,7 +187,7 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     unnamed = isinstance(draft, ModelDraftConfig) and "model_loading_config" not in draft.model_fields_set
     if not is_embedded(args.target) and unnamed and not names_draft:
         overrides.append(_override("draft_config", None))
-        overrides += _at_hand(args, config.with_overrides(overrides))
+        overrides += _drafting_overrides(args, config.with_overrides(overrides))
     config = config.with_overrides(overrides)
     return with_rope_flags(args, config.with_overrides(_further(args, config, settings)))
 
@@ -204,8 +204,8 @@ def _speculation(args: argparse.Namespace) -> list[str]:
     return [_override("draft_config", draft), _override("target_config.engine_kwargs.heads", listed)]
 
 
-def _at_hand(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
-    """Overrides for a target without a draft, which drafts by what is at hand; says how. Raises ConfigError."""
+def _drafting_overrides(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
+    """Overrides for a target without a draft, so that it drafts by what is available; logs how. Raises ConfigError."""
     for flag in ("placement", "draft_device", "drafts"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"{flag_of(flag)} is given without --draft and --drafter: there is no draft to place")

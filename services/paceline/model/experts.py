@@ -5,8 +5,8 @@ another, and products of so few rows round differently (``shapes.py``). Here tok
 reads, fill every chosen expert up. The multiplying is left to transformers' ``grouped_mm``, which leaves out what is
 routed beyond the last expert, so that experts that nobody chose are not read.
 
-On a GPU the experts of a quantized checkpoint stay as they are stored (``kept.py``). ``scaled_triton.py`` multiplies by
-them, without padding.
+On a GPU the experts of a quantized checkpoint stay as they are stored (``stored_weights.py``). ``scaled_triton.py``
+multiplies by them, without padding.
 """
 
 from __future__ import annotations

@@ -45,7 +45,6 @@ from paceline.model.dequantized import dequantized_files, plain_config
 from paceline.model.device import Placement, keep_bits, resolve
 from paceline.model.experts import pad_experts, why_not_compiled
 from paceline.model.features import Features
-from paceline.model.kept import KeptWeights
 from paceline.model.kv_cache import NO_KV, KVCache, LayerSpec
 from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear import layers as linear_layers
@@ -68,6 +67,7 @@ from paceline.model.runner import ModelRunner
 from paceline.model.states import StateTaps, require_boundaries
 from paceline.model.step import Step, name_of, probe_layers
 from paceline.model.step_plan import StepShape
+from paceline.model.stored_weights import StoredWeights
 from paceline.model.tails import widen_narrow_layers
 from paceline.model.workspace import workspace_bytes
 from paceline.types import Execution
@@ -525,7 +525,7 @@ def load_pretrained(
     location: str | None = checkpoint.location
     config: PretrainedConfig | None = None
     read: Callable[[str], torch.Tensor]
-    kept = KeptWeights()
+    kept = StoredWeights()
     if (gguf := checkpoint.gguf) is not None:
         config, names = AutoConfig.from_pretrained(location, trust_remote_code=False), [*gguf]
         read = partial(gguf.read, dtype=dtype)
@@ -533,7 +533,7 @@ def load_pretrained(
         files = dequantized_files(checkpoint, packing)
         config, read = _of_text(plain_config(checkpoint)), partial(files.read, dtype=dtype)
         if part is None:
-            kept = KeptWeights.of(meta_model(config), files, None, device, dtype)
+            kept = StoredWeights.of(meta_model(config), files, None, device, dtype)
         names = [name for name in files if name not in kept.tensors]
     elif checkpoint.folder is not None and prefix_of(read_json(checkpoint.folder, INDEX)):
         stored = CheckpointFiles(path)

@@ -2,7 +2,7 @@
 
 On the CPU the linear layers of a model run by blocks of 4 or 8 bits (``compiled/blocks.py``): blocks that a GGUF file
 holds, or that are made of plain weights. On GPUs they run by numbers of 8 bits with scales (``scaled.py``), of a
-checkpoint (``kept.py``), or made of plain weights. Other checkpoints that come quantized are transformers'.
+checkpoint (``stored_weights.py``), or made of plain weights. Other checkpoints that come quantized are transformers'.
 """
 
 from __future__ import annotations

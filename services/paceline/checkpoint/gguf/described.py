@@ -18,7 +18,7 @@ from paceline.checkpoint.gguf.config import config_of
 from paceline.checkpoint.gguf.header import SHARD, Header, Stored, read_header
 from paceline.checkpoint.gguf.tokenizer import end_token_ids, tokenizer_files
 from paceline.checkpoint.gguf.weights import GgufTensors, GgufWeights
-from paceline.checkpoint.made import made_once
+from paceline.checkpoint.made_once import made_once
 from paceline.config import cache_dir
 from paceline.config.loading import packaged_sampling
 from paceline.errors import ConfigError

@@ -17,7 +17,7 @@ HEAD = HeadMethod(
     open="paceline.target.mount:open_exit_head",
     load="paceline.target.mount:load_target_layers",
     memory="paceline.preflight.heads:size_of_exit",
-    examine="paceline.drafters.at_hand:of_exit",
+    examine="paceline.drafters.available:of_exit",
     acceptance={"chat": (0.62, "the embedded target, not trained for it, layer 6 of 8: 1.41 of 4 tokens accepted")},
     rows=(
         Row(

@@ -90,8 +90,8 @@ class PoolMethod(Entry):
     host_bytes: Callable[[Any], int]
     """Bytes of the machine's memory that its options ask for, in addition to an engine's; of a draft model and a head
     its checkpoint says it (``preflight/service.py``)."""
-    examine: str = "paceline.drafters.at_hand:needs_nothing"
-    """(Asked) -> ``AtHand``: what one of its forwards reads. Raises ConfigError where it cannot be used."""
+    examine: str = "paceline.drafters.available:needs_nothing"
+    """(Asked) -> ``AvailableMethod``: what one of its forwards reads. Raises ConfigError where it cannot be used."""
     with_model: Callable[[dict[str, Any], str], None] | None = None
     """Names a checkpoint in a ``draft_config``; None: it has none."""
     pool: str = "paceline.preflight.service:pool_of_text"
@@ -155,8 +155,8 @@ class HeadMethod(Entry):
     """(Mounting) -> ``MountedHead``."""
     memory: str = "paceline.preflight.heads:size_of_states"
     """(HeadOptions, Served) -> ``HeadsSize``."""
-    examine: str = "paceline.drafters.at_hand:of_states"
-    """(Asked) -> ``AtHand``, as in the pool."""
+    examine: str = "paceline.drafters.available:of_states"
+    """(Asked) -> ``AvailableMethod``, as in the pool."""
 
     @property
     def kind(self) -> str:

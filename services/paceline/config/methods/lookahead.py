@@ -31,7 +31,7 @@ HEAD = HeadMethod(
     open="",
     load="paceline.target.mount:load_lookahead",
     memory="paceline.preflight.heads:size_of_nothing",
-    examine="paceline.drafters.at_hand:of_lookahead",
+    examine="paceline.drafters.available:of_lookahead",
     acceptance={
         "chat": (0.28, "benchmarks/results/methods.txt: greedy text of the embedded target, 1.37 tokens a step")
     },

@@ -36,7 +36,7 @@ POOL = PoolMethod(
     config=PluginDraftConfig,
     build="paceline.drafters.plugins:build",
     host_bytes=lambda options: 0,  # its own is not known
-    examine="paceline.drafters.at_hand:of_plugin",
+    examine="paceline.drafters.available:of_plugin",
     acceptance={},  # known to its author
     rows=(
         Row(

@@ -15,7 +15,7 @@ HEAD = HeadMethod(
     open="paceline.target.mount:open_stream_head",
     load="paceline.target.mount:load_target_layers",
     memory="paceline.preflight.heads:size_of_streams",
-    examine="paceline.drafters.at_hand:of_streams",
+    examine="paceline.drafters.available:of_streams",
     acceptance={"chat": (0.5, "as Medusa: all tokens of a round come from one pass")},
     rows=(
         Row(

@@ -92,7 +92,7 @@ HEAD = HeadMethod(
     open="",
     load="paceline.target.mount:load_suffix",
     memory="paceline.preflight.heads:size_of_suffixes",
-    examine="paceline.drafters.at_hand:needs_nothing",
+    examine="paceline.drafters.available:needs_nothing",
     acceptance=POOL.acceptance,
     rows=(
         Row(

@@ -22,13 +22,13 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.packing import packing_of
 from paceline.config import Quantization
 from paceline.model.dequantized import DequantizedFiles, dequantized_files, plain_config
-from paceline.model.kept import KeptWeights
 from paceline.model.local_config import BUILDING, build
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import CheckpointFiles, Files, GgufFiles, Progress, read_shard
 from paceline.model.parallel.plan import ParameterShard, Range, ShardPlan, plan_shards
 from paceline.model.quantized import load_options, require_whole, round_linear
 from paceline.model.scaled import Whole
+from paceline.model.stored_weights import StoredWeights
 
 _SHARE = "_paceline_share"
 _LOAD_LIMIT_S = 3600.0
@@ -67,7 +67,7 @@ def load_shard(
     require_whole(checkpoint, group.degree)
     if quantization is not None:
         load_options(checkpoint, quantization, group.device, dtype)
-    config, kept = plain_config(checkpoint), KeptWeights()
+    config, kept = plain_config(checkpoint), StoredWeights()
     plan = plan_shards(config, group.rank, group.degree)
     files: Files
     if (packing := packing_of(checkpoint.quantization)) is not None:
@@ -78,7 +78,7 @@ def load_shard(
         with BUILDING, no_init_weights():  # what is not written to here takes no memory
             model = build(plan.config, dtype=dtype)
         if isinstance(files, DequantizedFiles):
-            kept = KeptWeights.of(model, files, plan, group.device, dtype)
+            kept = StoredWeights.of(model, files, plan, group.device, dtype)
             plan = replace(plan, parameters={n: s for n, s in plan.parameters.items() if n not in kept.weights})
         for name, tensor in read_shard(files, model, plan, dtype, progress).items():
             _assign(model, name, tensor)

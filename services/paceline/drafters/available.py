@@ -27,7 +27,7 @@ NO_CHECKPOINT = "no checkpoint of it was found: name one with "
 
 
 @dataclass(frozen=True, slots=True)
-class AtHand:
+class AvailableMethod:
     """A method and what it takes, or why it cannot be used."""
 
     method: Method
@@ -64,9 +64,9 @@ class Asked:
     plugin: str | None
     """Name of a user's own drafter."""
 
-    def found(self, **more: Any) -> AtHand:
+    def found(self, **more: Any) -> AvailableMethod:
         """Returns the method as usable. ``more``: known facts about it."""
-        return AtHand(self.method, self.source, **more)
+        return AvailableMethod(self.method, self.source, **more)
 
     def bytes_of(self, num_parameters: float) -> int:
         """Bytes of ``num_parameters`` weights in the target's number format."""
@@ -75,15 +75,15 @@ class Asked:
         return int(num_parameters * size.item_bytes)
 
 
-def methods_at_hand(
+def available_methods(
     target: Checkpoint, draft: str | None, heads: Sequence[HeadOptions], plugin: str | None = None
-) -> list[AtHand]:
+) -> list[AvailableMethod]:
     """Every method of the catalogue that draws no comparison only, with its refusal where there is one.
 
     Args:
         target: the target, on this machine.
         draft: directory or id of a smaller model; None: there is none.
-        heads: heads that are at hand, at most one of a method counts.
+        heads: available heads; at most one of a method counts.
         plugin: name of a user's own drafter of which figures are known; None: there is none.
     """
     found = []
@@ -95,7 +95,7 @@ def methods_at_hand(
         try:
             found.append(_examined(Asked(method, target, source, given, plugin)))
         except PacelineError as error:
-            found.append(AtHand(method, source, " ".join(str(error).split())))
+            found.append(AvailableMethod(method, source, " ".join(str(error).split())))
     return found
 
 
@@ -105,36 +105,36 @@ def _is_of(method: Method, head: HeadOptions) -> bool:
     return entry is head.entry and (head.entry.boundaries != "one" or method.needs_model == (head.model is not None))
 
 
-def _examined(asked: Asked) -> AtHand:
+def _examined(asked: Asked) -> AvailableMethod:
     """Raises ConfigError or TokenizerMismatchError if the method cannot be used."""
     method, entry = asked.method, asked.method.entry
     assert isinstance(entry, PoolMethod | HeadMethod)
     if method.needs_model and asked.source is None:
         flag = "--draft DIRECTORY" if entry.of_draft else f"--head {method.drafting.kind}=DIRECTORY"
         raise ConfigError(f"{NO_CHECKPOINT}{flag}")
-    found: AtHand = function(entry.examine)(asked)
+    found: AvailableMethod = function(entry.examine)(asked)
     return found
 
 
-def needs_nothing(asked: Asked) -> AtHand:
+def needs_nothing(asked: Asked) -> AvailableMethod:
     """A method without weights."""
     return asked.found()
 
 
-def of_plugin(asked: Asked) -> AtHand:
+def of_plugin(asked: Asked) -> AvailableMethod:
     """A user's own drafter. Raises ConfigError for one that is not named."""
     if asked.plugin is None:
         raise ConfigError("only its author knows what a plugin yields: give your measurements as --plugin NAME=A,MS")
-    return AtHand(replace(asked.method, options={**asked.method.options, "drafter": asked.plugin}))
+    return AvailableMethod(replace(asked.method, options={**asked.method.options, "drafter": asked.plugin}))
 
 
-def of_lookahead(asked: Asked) -> AtHand:
+def of_lookahead(asked: Asked) -> AvailableMethod:
     """Lookahead, by the sizes of its window."""
     sizes = LookaheadOptions(**asked.method.options["lookahead"])
     return asked.found(most_tokens=sizes.ngram - 1, riding_rows=sizes.num_tokens)
 
 
-def of_exit(asked: Asked) -> AtHand:
+def of_exit(asked: Asked) -> AvailableMethod:
     """An early exit. Raises ConfigError for one without a layer, or of another target."""
     head, size = asked.head, asked.target.size()
     if head is None or (head.boundaries is None and asked.source is None):
@@ -144,10 +144,10 @@ def of_exit(asked: Asked) -> AtHand:
     own = 0 if plan.adapter is None else asked.bytes_of(plan.adapter.num_parameters)
     exits = replace(asked.method, options={**asked.method.options, "boundaries": [plan.boundary]})
     below = int(plan.boundary / size.num_layers * size.bytes_read(1))
-    return AtHand(exits, asked.source, forward_bytes=below + own, num_layers=plan.boundary)
+    return AvailableMethod(exits, asked.source, forward_bytes=below + own, num_layers=plan.boundary)
 
 
-def of_streams(asked: Asked) -> AtHand:
+def of_streams(asked: Asked) -> AvailableMethod:
     """Speculative streaming. Raises ConfigError for a head of another target."""
     size, source = asked.target.size(), asked.source
     assert source is not None
@@ -159,7 +159,7 @@ def of_streams(asked: Asked) -> AtHand:
     return asked.found(forward_bytes=num_bytes, num_layers=above_layers, one_pass=True, most_tokens=streams.num_streams)
 
 
-def of_draft(asked: Asked) -> AtHand:
+def of_draft(asked: Asked) -> AvailableMethod:
     """A draft model. Raises ConfigError or TokenizerMismatchError for one whose tokens do not fit."""
     source, options = asked.source, asked.method.options
     assert source is not None
@@ -172,7 +172,7 @@ def of_draft(asked: Asked) -> AtHand:
     return asked.found(forward_bytes=int(size.bytes_read(1)), num_layers=size.num_layers, one_pass=at_once > 1)
 
 
-def of_cascade(asked: Asked) -> AtHand:
+def of_cascade(asked: Asked) -> AvailableMethod:
     """A cascade, whose first drafter is the model. Raises as ``of_draft``, and ConfigError for a PARD model."""
     found, options = of_draft(asked), asked.method.options
     if found.one_pass:
@@ -180,7 +180,7 @@ def of_cascade(asked: Asked) -> AtHand:
     return replace(found, guesses=(options["lengths"][0], options["drafters"][0]["kind"]))
 
 
-def of_states(asked: Asked) -> AtHand:
+def of_states(asked: Asked) -> AvailableMethod:
     """A head that reads the target's hidden states. Raises ConfigError for one that does not fit it."""
     kind, source, target = asked.method.drafting.kind, asked.source, asked.target
     if asked.method.own_files and source is None and not mtp_layers(target):

@@ -42,7 +42,7 @@ class _Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptWeights:
+class StoredWeights:
     """Weights of a model that stay as they are stored; by default none."""
 
     weights: dict[str, _Kept] = field(default_factory=dict)
