@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.router.world import World, expected, result_of, without_sockets
+from tests.support.mutants import mutant
 
 from paceline.router import placement
 from paceline.router.placement import Candidate, LinkPool, Placement, PrefixIndex, choose
@@ -105,3 +106,47 @@ def test_a_burst_at_many_routers_is_spread() -> None:
 def test_without_two_choices_targets_would_be_overrun_while_others_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "NUM_COMPARED", 1_000)
     assert busiest_of(20, 100, 640) >= 30 + 20
+
+
+async def moves_to(*executions: str) -> list[str]:
+    """Which kinds of targets serve a session of the first one, which is compiled and dies, then of the next ..."""
+    world = World(*[4] * (1 + len(executions)))
+    for target, execution in zip(world.targets, ("compiled", *executions), strict=True):
+        target.execution, target.up = execution, execution == "compiled" and target is world.targets[0]
+    served = []
+    async with world.router() as router:
+        wanted = Request("r", PROMPT, SamplingParams(max_tokens=60, seed=1, ignore_eos=True))
+        task = asyncio.create_task(result_of(router, wanted))
+        await world.turn()
+        await world.turn()
+        for target in world.targets[1:]:
+            target.up = True
+            target.beat()
+        for _ in executions:
+            (old,) = [target for target in world.targets if target.sessions]
+            old.die()
+            await world.turn()
+            await world.turn()
+            served += [target.execution for target in world.targets if target.sessions]
+        await world.until(task)
+        assert tuple(task.result()[0]) == expected(wanted)
+    return served
+
+
+async def test_a_session_moves_to_targets_that_round_as_its_last_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While there are any; one that is compiled later is as good as one that is eager for good."""
+    without_sockets(monkeypatch)
+    assert await moves_to("eager", "compiled", "compiling") == ["compiled", "eager", "compiling"]
+    assert await moves_to("compiling") == ["compiling"]
+
+
+@mutant(Placement, "best_target")
+def any_target(best: Any, self: Placement, active: Any, without: Any) -> Any:
+    """Targets of the other kind are taken, too."""
+    return best(self, active, self._too_old(active))
+
+
+async def test_a_choice_among_all_targets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    any_target(monkeypatch)
+    with pytest.raises(AssertionError):
+        await test_a_session_moves_to_targets_that_round_as_its_last_one_did(monkeypatch)

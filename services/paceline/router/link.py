@@ -154,6 +154,11 @@ class Link(Generic[Sent, Received]):
         return UNSTATED_PROTOCOL if self.status is None else self.status.protocol
 
     @property
+    def is_compiled(self) -> bool:
+        """True if the replica's model runs compiled, by its latest status."""
+        return self.status is not None and self.status.execution == "compiled"
+
+    @property
     def has_room(self) -> bool:
         """True if the replica would serve one more session at once."""
         return self.load < self.max_sessions

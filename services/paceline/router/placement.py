@@ -118,20 +118,31 @@ class Placement:
         An orphaned session gets a full target while other routers hold every place: it is next in line there. Else
         those routers would take each place that becomes free. A session whose last target was lost is on trial. A
         target has at most one such session at a time: if that session is at fault, it is known and ends no other one. A
-        target of an older Paceline gets no session that sets an option which it does not know.
+        target of an older Paceline gets no session that sets an option which it does not know. A session that moves
+        goes to a target that is compiled, or not, as its last one was, if one has room: the others round differently.
         """
-        token_ids, salt = active.token_ids, active.request.cache_salt
         too_old = self._too_old(active)
-        link = self.targets.choose(
-            active.target,
-            lambda rid: self._prefixes.match(rid, token_ids, salt),
-            without=[*too_old, *(self._trying() if _suspected(active) else ())],
-        )
+        without = [*too_old, *(self._trying() if _suspected(active) else ())]
+        link = None
+        if active.is_compiled is not None:
+            unlike = [link for link in self.targets.open_links() if link.is_compiled is not active.is_compiled]
+            link = self.best_target(active, [*without, *unlike])
+        if link is None:
+            link = self.best_target(active, without)
         if link is None and active.orphaned_since is not None:
             links = [link for link in self.targets.open_links() if link not in too_old]
             if not any(link.sessions for link in links):
                 return next((link for link in links if link.load == link.max_sessions), None)
         return link
+
+    def best_target(self, active: ActiveRequest, without: Sequence[TargetLink]) -> TargetLink | None:
+        """Returns the target with the most of a session's context in its cache unless it is far busier, else a lightly
+        loaded one; None if none has room."""
+
+        def num_cached(replica_id: str) -> int:
+            return self._prefixes.match(replica_id, active.token_ids, active.request.cache_salt)
+
+        return self.targets.choose(active.target, num_cached, without=without)
 
     def all_too_old(self, active: ActiveRequest) -> bool:
         """True if targets are up and none of them knows an option that the session sets."""
@@ -181,7 +192,7 @@ class Placement:
     def attach_target(self, active: ActiveRequest, link: TargetLink) -> None:
         """Records that a session is served by a target from now on."""
         session = active.session
-        active.target = link
+        active.target, active.is_compiled = link, link.is_compiled
         if _suspected(active):
             self._on_trial[link] = active
         active.losses.note_opened(session.context_len, self._clock())
