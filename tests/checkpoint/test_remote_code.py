@@ -82,6 +82,15 @@ def pipeline_of(pair, **models):
     )
 
 
+def test_a_type_without_a_class_for_text_is_refused_when_it_is_sized(tmp_path, capsys):
+    config = {"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], "vocab_size": 64, "hidden_size": 32}
+    config |= {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}, "num_hidden_layers": 2}
+    config |= {"max_position_embeddings": 64, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    main(["check", str(tmp_path)])
+    assert f"{str(tmp_path)!r} brings Python code of its own, which is not run unless" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kinds", [("model",), ("tokenizer",), ("model", "tokenizer")])
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_it_is_refused_in_a_sentence_and_not_run(pair, marker, role, kinds):

@@ -17,12 +17,13 @@ from tests.support.models import random_model
 from tests.support.mutants import mutant
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
-from transformers import DeepseekV3Config, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, DeepseekV3Config, LlamaConfig, LlamaForCausalLM
 
 from paceline.checkpoint import tiktoken_model
 from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import folder_of
+from paceline.checkpoint.size import has_weights
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.cli.main import main
 from paceline.cluster.ports import free_ports
@@ -237,7 +238,7 @@ def test_a_service_of_it_is_accepted(kimi, capsys):
     assert main(["check", str(kimi), "--no-compile", "--drafter", "ngram", *ports]) == 0, capsys.readouterr()
 
 
-def of_images(text: Path, folder: Path, *, is_indexed: bool) -> Path:
+def of_images(text: Path, folder: Path, *, is_indexed: bool, **values: object) -> Path:
     """Kimi-K2.5 as it is published: the text model's configuration and weights within those of a model of images."""
     shutil.copytree(text, folder)
     weights = {f"language_model.{name}": tensor for name, tensor in load_file(text / "model.safetensors").items()}
@@ -247,7 +248,7 @@ def of_images(text: Path, folder: Path, *, is_indexed: bool) -> Path:
     if is_indexed:
         inner["dtype"] = None
     config = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "dtype": "bfloat16"}
-    config |= {"auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}, "text_config": inner}
+    config |= {"auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}, "text_config": inner, **values}
     (folder / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": ""}}))
     if is_indexed:
         (folder / "model.safetensors").rename(folder / "model-1-of-1.safetensors")
@@ -271,6 +272,38 @@ def test_the_text_model_of_one_with_images_is_the_same_model(kimi, tmp_path, is_
     stored = CheckpointFiles(ours.path)
     assert {*stored} == {*load_file(kimi / "model.safetensors")}
     assert all(torch.equal(stored.read(name), CheckpointFiles(str(kimi)).read(name)) for name in stored)
+
+
+@pytest.mark.parametrize("name", ["mistral", "ministral3"])
+def test_a_mistral_with_images_is_served_for_text(tmp_path, name):
+    config = CONFIG_MAPPING[name](
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+    )  # fmt: skip
+    text = random_model(config)
+    text.save_pretrained(tmp_path / "text")
+    values = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "auto_map": {}}
+    found = Checkpoint.open(str(of_images(tmp_path / "text", tmp_path / "images", is_indexed=True, **values)))
+    assert found.config["model_type"] == name
+    loaded = load_pretrained(found, torch.float32).state_dict()
+    assert loaded.keys() == text.state_dict().keys()
+    assert all(torch.equal(loaded[key], value) for key, value in text.state_dict().items())
+
+
+def test_a_model_with_images_needs_no_weights_to_be_sized(kimi, tmp_path):
+    folder = of_images(kimi, tmp_path / "K2.5", is_indexed=False)
+    (folder / "model.safetensors").unlink()
+    found = Checkpoint.open(str(folder))
+    assert found.folder is not None
+    assert not has_weights(found.folder)
+    assert counts_by_config(found) == counts_by_config(Checkpoint.open(str(kimi)))
+
+
+def test_weights_of_images_and_text_with_other_names_are_refused(kimi, tmp_path):
+    folder = of_images(kimi, tmp_path / "K2.5", is_indexed=False)
+    shutil.copy(kimi / "model.safetensors", folder)
+    with pytest.raises(ConfigError, match=r"no weight has a name that begins with 'language_model\.'"):
+        Checkpoint.open(str(folder))
 
 
 def test_changed_files_are_read_anew(tmp_path):

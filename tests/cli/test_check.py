@@ -254,6 +254,11 @@ def test_a_gpu_service_is_sized_by_the_memory_of_its_gpus(capsys, models):
     assert "and a GPU has 0.00 GiB" in out
 
 
+def test_the_memory_of_a_gpu_is_refused_where_no_model_is_on_one(capsys, models):
+    assert main(["check", *models, "--device-memory-gib", "80"]) == 2
+    assert "--device-memory-gib is 80, but no model is placed on a GPU: --device cuda" in capsys.readouterr().err
+
+
 def test_the_memory_of_gpus_is_not_claimed_to_be_known(capsys, models, memory, monkeypatch):
     monkeypatch.setattr("paceline.preflight.service.num_gpus", lambda: None)
     monkeypatch.setattr("paceline.preflight.service.torch_has_gpus", lambda: True)

@@ -20,7 +20,7 @@ from paceline.checkpoint.made_once import made_once
 from paceline.config import cache_dir
 from paceline.errors import ConfigError
 
-_FORMAT = 1
+_FORMAT = 2
 """Goes up whenever the directory would be made otherwise of the same files."""
 _CONFIG, _SETTINGS = "config.json", "tokenizer_config.json"
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -70,7 +70,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "minicpm": Layout(
         "granite", "GraniteForCausalLM", ("MiniCPMForCausalLM",), _of_minicpm, ("sparse_config", "num_experts")
     ),
-    **dict.fromkeys(("kimi_k25", "kimi_vl"), Layout(part="text_config")),
+    **dict.fromkeys(("kimi_k25", "kimi_vl", "mistral3"), Layout(part="text_config")),
     "internvl_chat": Layout(part="llm_config"),
 }
 """Model types that are published with code of their own, by the name in their config.json."""
@@ -103,8 +103,8 @@ def translated(folder: Path) -> Path:
         if has_ranks:
             files["tokenizer.json"], values = tiktoken_model.converted(folder, settings)
             files[_SETTINGS] = json.dumps(values, indent=2, ensure_ascii=False)
-        if layout is not None and layout.part:
-            files[INDEX] = json.dumps({"metadata": {"prefix": PREFIX}, "weight_map": _of_text(folder)})
+        if layout is not None and layout.part and (found := _of_text(folder)):
+            files[INDEX] = json.dumps({"metadata": {"prefix": PREFIX}, "weight_map": found})
         for name in names:
             if name not in files and not (has_ranks and name == tiktoken_model.FILE):
                 (inner / name).symlink_to((folder / name).absolute())
@@ -134,13 +134,20 @@ def _known(config: Config, layout: Layout) -> dict[str, Any]:
 
 
 def _of_text(folder: Path) -> dict[str, str]:
-    """The file of each weight of the text model, by its name without the prefix."""
+    """The file of each weight of the text model, by its name without the prefix; {} if there are no files of weights.
+
+    Raises:
+        ValueError: all weights have other names.
+    """
     stored = _read(folder / INDEX).get("weight_map")
     if stored is None and (single := folder / _SINGLE).is_file():
         with single.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
         stored = dict.fromkeys(json.loads(header), single.name)
-    return {name.removeprefix(PREFIX): file for name, file in (stored or {}).items() if name.startswith(PREFIX)}
+    found = {name.removeprefix(PREFIX): file for name, file in (stored or {}).items() if name.startswith(PREFIX)}
+    if stored and not found:
+        raise ValueError(f"no weight has a name that begins with {PREFIX!r}")
+    return found
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.serve import add_config_flags, read_config
 from paceline.cli.table import table, working
 from paceline.config import ServiceConfig
+from paceline.errors import ConfigError
 from paceline.preflight.estimate import RAY_BYTES, MemoryEstimate
 from paceline.preflight.service import Examination, Pool, examine
 from paceline.types import PAGE_SIZE
@@ -66,6 +67,9 @@ def run_check(args: argparse.Namespace) -> int:
     with working("reading the checkpoints"):
         # As ``serve`` does: its Ray is told of all the cores that it needs.
         examination = examine(config, memory=here, cores=False, ports=here, surge=True, forms=True, gpu_bytes=gpu_bytes)
+    if gpu_bytes is not None and not any(pool.on_gpu for pool in examination.pools):
+        what = f"--device-memory-gib is {args.device_memory_gib:g}, but no model is placed on a GPU"
+        raise ConfigError(f"{what}: --device cuda places the target there, --draft-device cuda the draft")
     if args.json:
         found = as_json(examination) | ({} if against is None else {"against": asdict(against)})
         print(json.dumps(found, indent=2))

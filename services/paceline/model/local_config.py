@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.packing import count_by_config
 from paceline.checkpoint.size import WeightCounts, share_of_experts
 from paceline.errors import ConfigError
@@ -45,7 +46,7 @@ def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
     Quantized weights count as plain floats if this package does not read their quantization.
 
     Raises:
-        ConfigError: transformers builds no model from it.
+        ConfigError: transformers builds no model from it, or only with the checkpoint's own code.
     """
     trusted = checkpoint.trust_remote_code
     try:
@@ -58,6 +59,7 @@ def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
             experts = {name for name, one in model.named_parameters() if one.ndim == 3 and ".experts." in name}
             shapes = {name: tuple(one.shape) for name, one in model.named_parameters() if name in linear | experts}
     except Exception as error:  # of whatever class the configuration names
+        require_no_code(checkpoint.path, error)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"no model can be built by its config.json: {reason}") from error
     kept = count_by_config(shapes, checkpoint.quantization or {}, config.get_text_config().model_type)
