@@ -300,7 +300,7 @@ def _noise_forgets_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
 def _stale_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are matched by their number, not by their content."""
     for module in (kv_cache, target_session):
-        monkeypatch.setattr(module, "page_hash", lambda previous, tokens: previous + b"x")
+        monkeypatch.setattr(module, "page_hash", lambda previous, tokens, **_: previous + b"x")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ async def test_what_a_replica_that_is_gone_has_led_to_does_not_hold_for_the_next
             burst.target.up = True
             target.receive([], burst.target.status)
         else:
-            draft._down("silent for 1.0 s")
+            draft.on_down("silent for 1.0 s")
             draft.receive([], burst.world.draft.status)  # type: ignore[union-attr]
         for _ in range(2):  # b waits for the first token of a
             await burst.world.turn()

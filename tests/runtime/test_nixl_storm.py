@@ -22,7 +22,7 @@ from paceline.model.kv_cache import page_hash, root_hash
 from paceline.runtime import page_mover
 from paceline.runtime.nixl import NixlAgent
 from paceline.runtime.page_mover import NixlMover, serve_pages
-from paceline.target.pages import PageStore, _bytes, _fill
+from paceline.target.pages import PageStore, fill_page, page_contents
 from paceline.types import PAGE_SIZE
 
 CONTEXTS = [tuple(prompt(100 + i, 70 + PAGE_SIZE * i)) for i in range(5)]
@@ -61,7 +61,7 @@ class Target:
         missing = hashes[len(pages) :]
         if len(missing) <= self.cache.num_available:
             for page, digest in zip(self.cache.allocate(len(missing)), missing, strict=True):
-                _fill(self.cache, page, self.content(digest))
+                fill_page(self.cache, page, self.content(digest))
                 self.cache.publish(page, digest)
                 pages.append(page)
         self.cache.release(pages)
@@ -70,7 +70,7 @@ class Target:
         """Uses pages for something else."""
         pages = self.cache.allocate(count)
         for page in pages:
-            _fill(self.cache, page, bytes([255]) * self.store.page_bytes)
+            fill_page(self.cache, page, bytes([255]) * self.store.page_bytes)
         self.cache.release(pages)
 
     def check(self) -> None:
@@ -79,7 +79,7 @@ class Target:
         for token_ids in CONTEXTS:
             hashes = hashes_of(token_ids)
             for page, digest in zip(self.cache.find(hashes), hashes, strict=False):
-                assert _bytes(self.cache, page) == self.content(digest)
+                assert page_contents(self.cache, page) == self.content(digest)
 
     async def restart(self) -> None:
         """Dies, with all transfers from it, and comes back with other contents."""

@@ -8,7 +8,6 @@ computed again. Only whole prompt pages, written in order, are shared between se
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -461,7 +460,6 @@ class ModelDrafter(OfSessions[RowSession]):
         return Part(session, chain_step(session, tokens, depths, rows, own_rows, len(tokens)), 0, kept)
 
 
-@functools.lru_cache
 def _none(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Token ids and log q of no candidates."""
     return torch.zeros(shape, dtype=torch.long), torch.full(shape, float("-inf"))

@@ -110,7 +110,7 @@ class PageStore:
 
     def read(self, hashes: Sequence[bytes]) -> list[bytes]:
         """The contents of pages, up to the first that is no longer here."""
-        return [_bytes(self.cache, page) for page in self.cache.find(hashes)]
+        return [page_contents(self.cache, page) for page in self.cache.find(hashes)]
 
     def write(self, wanted: WantedPages, index: int, contents: Sequence[bytes]) -> int:
         """Adds pages from ``index`` of the context on to the prefix cache; returns how many, which is 0 once the
@@ -231,13 +231,14 @@ def _probe(runner: ModelRunner) -> bytes:
         rows = range(len(token_ids))
         logits = runner.forward([SequenceStep(token_ids, rows, rows, pages, num_logits=len(rows))])
         digest = hashlib.blake2b(_packed([logits]))
-        digest.update(_bytes(cache, pages[0]))
+        digest.update(page_contents(cache, pages[0]))
         return digest.digest()
     finally:
         cache.release(pages)
 
 
-def _bytes(cache: KVCache, page: int) -> bytes:
+def page_contents(cache: KVCache, page: int) -> bytes:
+    """The bytes of a page: keys and values of all layers, one pool after the other."""
     return _packed([pool[page] for pool in cache.pools])
 
 

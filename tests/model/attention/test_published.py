@@ -54,10 +54,12 @@ def test_weights_and_logits_are_those_that_are_meant(experts: str, tmp_path: Pat
 
 
 @mutant(DequantizedFiles, "index_of_scales")
-def _scales_from_the_beginning(index: Any, self: Any, name: str, stem: str, dim: int, *given: Any) -> Tensor:
+def _scales_from_the_beginning(
+    index: Any, self: Any, name: str, stem: str, dim: int, *given: Any, **how: Any
+) -> Tensor:
     """A rank takes the exponents of the tensor's first groups."""
     size, length, part = given
-    found: Tensor = index(self, name, stem, dim, size, length, slice(0, part.stop - part.start))
+    found: Tensor = index(self, name, stem, dim, size, length, slice(0, part.stop - part.start), **how)
     return found
 
 

@@ -395,7 +395,7 @@ def run_recorded(
     """
 
     def backend(cache: KVCache, dtype: torch.dtype, window: int | None, kernel: Any, *options: Any) -> Recording:
-        return Recording(cache, dtype, window, kernel=kernel, room=rooms[group.rank], max_shapes=100, least=options[-1])
+        return Recording(cache, dtype, window, kernel=kernel, room=rooms[group.rank], max_shapes=100, least=options[2])
 
     model, logits = load(group, path, torch.float32), list[Tensor]()
     with patch.object(loading, "make_backend", backend):
@@ -427,7 +427,7 @@ def run_trial(group: Collectives, path: str) -> tuple[int, int]:
     backends: list[Recording] = []
 
     def backend(cache: KVCache, dtype: torch.dtype, window: int | None, kernel: Any, *options: Any) -> Recording:
-        backends.append(Recording(cache, dtype, window, kernel=kernel, room=1000, max_shapes=100, least=options[-1]))
+        backends.append(Recording(cache, dtype, window, kernel=kernel, room=1000, max_shapes=100, least=options[2]))
         return backends[-1]
 
     def record(runner: ModelRunner) -> None:
