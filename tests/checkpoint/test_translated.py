@@ -232,6 +232,14 @@ def test_its_chat_template_finds_its_calls_and_reasoning(kimi):
     assert (template.format.calls, template.format.reasoning) == ("kimi_k2", "kimi_k2")
 
 
+def test_errors_name_the_path_that_was_given(kimi, tmp_path, capsys):
+    shutil.copy(kimi / "config.json", tmp_path)
+    main(["check", str(tmp_path), "--drafter", "ngram"])
+    out = capsys.readouterr().out
+    assert f"model_source names {str(tmp_path)!r}, which holds no weights" in out
+    assert f"no tokenizer could be loaded from {str(tmp_path)!r}" in out
+
+
 def test_a_service_of_it_is_accepted(kimi, capsys):
     grpc_port, http_port = free_ports(2)
     ports = "--grpc-port", str(grpc_port), "--http-port", str(http_port)

@@ -232,6 +232,12 @@ def test_standard_input_that_is_empty_or_no_text():
         assert done.stdout == b""
 
 
+def test_a_command_without_arguments_says_so(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "a/model"])
+    assert "paceline plan: 'a/model' is one argument too many: only flags are allowed" in capsys.readouterr().err
+
+
 def test_a_prompt_argument_that_is_no_text(capsys):
     assert "not valid Unicode" in refused(capsys, "generate", "caf\udce9")
 

@@ -32,6 +32,7 @@ from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, has_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.checkpoint.translated import LAYOUTS
+from paceline.config.loading import place_of
 from paceline.errors import ConfigError
 from paceline.types import SamplingParams
 
@@ -89,7 +90,9 @@ class Checkpoint:
             ConfigError: ``source`` is neither a directory nor an id, or is not a causal language model.
         """
         folder = local_folder(source)
-        return None if folder is None else cls.open(str(folder), trust_remote_code)
+        if folder is None:
+            return None
+        return cls.open(source if place_of(source).exists() else str(folder), trust_remote_code)
 
     @classmethod
     def _read(cls, folder: Path, path: str, trust_remote_code: bool) -> Self | None:

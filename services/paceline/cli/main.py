@@ -91,7 +91,8 @@ class Parser(argparse.ArgumentParser):
         if rest and self._subparsers is None:
             flag = next((one.partition("=")[0] for one in rest if one.startswith("--")), None)
             if flag is None:
-                self.error(f"{rest[0]!r} is one argument too many: quote a text that has spaces")
+                remedy = "quote a text that has spaces" if self._get_positional_actions() else "only flags are allowed"
+                self.error(f"{rest[0]!r} is one argument too many: {remedy}")
             near = difflib.get_close_matches(str(flag), [*self._option_string_actions], n=1, cutoff=_ALIKE)
             remedy = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags"
             self.error(f"{flag} is not a flag: {remedy}")
