@@ -69,9 +69,8 @@ class Target:
         return 1e3 * (products + attention + launches + sums)
 
     def ahead_ms(self, sessions: int) -> float:
-        """Of a recorded step: one GPU is given the next one before this one is done, several are not."""
-        device, host = self.device_ms(sessions), HOST_MS[sessions]
-        return max(device, host) if self.degree == 1 else device + host
+        """Of a recorded step: GPUs are given the next one before this one is done."""
+        return max(self.device_ms(sessions), HOST_MS[sessions])
 
 
 H200, EXPERT_LAUNCHES, ATTENTION_BYTES_PER_S = 4.8 / 3.35, 15, 1.5e12
@@ -114,7 +113,7 @@ class Mixture:
         return (experts + self.rest_bytes) / self.degree / 2**30
 
     def step_ms(self, sessions: int) -> float:
-        """Of a recorded step, and the host's time of it."""
+        """Of a recorded step that is launched before the one in front is done."""
         rate = READ_BYTES_PER_S * self.speed
         used = self.experts * (1 - (1 - self.chosen / self.experts) ** sessions)
         numbers = self.with_experts * used * self.numbers / self.degree
@@ -123,7 +122,7 @@ class Mixture:
         attention = sessions * self.kv_bytes / ATTENTION_BYTES_PER_S / self.speed
         launches = self.layers * (LAUNCHES + FP8_LAUNCHES + EXPERT_LAUNCHES) * REPLAYED_LAUNCH_US / 1e6
         sums = 0 if self.degree == 1 else 2 * self.layers * SUM_US / 1e6
-        return 1e3 * (experts + rest + attention + launches + sums) + HOST_MS[sessions]
+        return max(1e3 * (experts + rest + attention + launches + sums), HOST_MS[sessions])
 
 
 DEEPSEEK = 61, 58, 256, 8, 3 * 7168 * 2048, 8, 7.8, 4 / 128, 1.03125 * 14.2e9 + 2 * 2.87e9, 129280 * 7168, 61 * 1152e3
