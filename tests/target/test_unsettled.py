@@ -168,7 +168,7 @@ def twice(tell: Any, engine: TargetEngine, done: Any) -> None:
 
 @mutant(engine_module, "outcome_of")
 def with_the_next_cause(outcome: Any, decided: Any) -> Outcome:
-    made: Outcome = outcome(type(decided)(*decided[:5], decided.part.session.cause, *decided[6:]))
+    made: Outcome = outcome((*decided[:5], decided[0].session.cause, *decided[6:]))
     return made
 
 

@@ -196,23 +196,19 @@ def _picked(
 def _drawn(rows: Sequence[Row]) -> tuple[list[float], list[int], list[int], list[float]] | None:
     """Temperatures (0: greedy), keys, top k and floors of rows, for native functions. None: a row has a processor that
     these lack."""
-    temperatures: list[float] = []
+    options: list[tuple[float, int, float]] = []
     keys: list[int] = []
-    top_k: list[int] = []
-    floors: list[float] = []
-    state = None
-    for row in rows:
-        if row.state is not state:
-            state = row.state
+    previous = None
+    for state, suffix in rows:
+        if state is not previous:
             if not state.picks_at_once:
                 return None
-            temperature = 0.0 if state.greedy else state.temperature
-            seed, num_tokens, most, floor = state.seed_bits, state.num_tokens, state.top_k, state.log_min_p
-        temperatures.append(temperature)
-        keys += (seed, num_tokens + len(row.suffix), 0)  # three numbers per row, flat
-        top_k.append(most)
-        floors.append(floor)
-    return temperatures, keys, top_k, floors
+            previous, seed, num_tokens = state, state.seed_bits, state.num_tokens
+            option = 0.0 if state.greedy else state.temperature, state.top_k, state.log_min_p
+        options.append(option)
+        keys += (seed, num_tokens + len(suffix), 0)  # three numbers per row, flat
+    temperatures, top_k, floors = zip(*options, strict=True) if options else ((), (), ())
+    return [*temperatures], keys, [*top_k], [*floors]
 
 
 def rows_followed(proposals: Sequence[Proposal]) -> tuple[list[int], list[int]]:

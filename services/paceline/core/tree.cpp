@@ -1,5 +1,5 @@
 // The native SpeculationTree and TreeNode, which replace the classes of tree.py of the same names; the Frontier that replaces
-// the one of draft/growth.py; what grows them; and the wire form of nodes: see native_tree.py.
+// the one of draft/growth.py; what grows them; the choice of what a step verifies of them; and the wire form of nodes: see native_tree.py.
 
 #include "objects.h"
 
@@ -383,18 +383,24 @@ void free_ranking(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyObject* next_ranked(PyObject* self) {
-  Ranking* ranking = as_ranking(self);
+// The next node by worth; false if there is none.
+bool advance(Ranking* ranking, Candidate& next) {
   Ranks& ranks = *ranking->ranks;
-  if (ranks.heap.empty() || static_cast<int64_t>(ranks.order.size()) >= ranking->most) return nullptr;
+  if (ranks.heap.empty() || static_cast<int64_t>(ranks.order.size()) >= ranking->most) return false;
   std::pop_heap(ranks.heap.begin(), ranks.heap.end());
-  const Candidate next = ranks.heap.back();
+  next = ranks.heap.back();
   ranks.heap.pop_back();
   Node* node = ranks.families[next.family][next.at].node;
   ranks.order.push_back(node);
   if (next.at + 1 < ranks.families[next.family].size())
     ranking->push(next.family, next.at + 1, next.parent_path, next.parent_worth, true);
   if (node->position - ranking->anchor->position < ranking->depth) ranking->push_below(node, next.own, next.worth);
+  return true;
+}
+
+PyObject* next_ranked(PyObject* self) {
+  Candidate next;
+  if (!advance(as_ranking(self), next)) return nullptr;
   return Py_BuildValue("(ddO)", next.worth, next.own, next.begins ? Py_True : Py_False);
 }
 
@@ -462,6 +468,115 @@ PyType_Slot node_slots[] = {
 };
 PyType_Spec node_spec = {"paceline_tree.TreeNode", sizeof(Node), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, node_slots};
+
+// -- the choice of draft tokens ---------------------------------------------------------------------------------------------
+
+// Seconds of a step by its tokens (step_cost.py): a level and lists of at least two numbers.
+struct StepSeconds {
+  double level;
+  PyObject *table, *convex, *lower;
+
+  static double at(PyObject* list, Py_ssize_t index) {
+    const auto value = [&](Py_ssize_t i) { return PyFloat_AsDouble(PyList_GET_ITEM(list, i)); };
+    const Py_ssize_t size = PyList_GET_SIZE(list);
+    if (index < size) return value(index);
+    return value(size - 1) + (value(size - 1) - value(size - 2)) * static_cast<double>(index - size + 1);
+  }
+  double seconds(Py_ssize_t num_tokens) const { return level * at(table, num_tokens); }
+  double floor(Py_ssize_t num_tokens) const {
+    if (num_tokens < PyList_GET_SIZE(lower)) return level * at(lower, num_tokens);
+    return level * std::min(at(convex, num_tokens), at(table, num_tokens));
+  }
+};
+
+// A session's next draft token.
+struct Choice {
+  double worth, path;
+  size_t session;
+  bool begins;
+
+  bool operator<(const Choice& other) const {
+    return worth != other.worth ? worth < other.worth : session > other.session;
+  }
+};
+
+// Draft tokens of a session: a native Ranking, or the probabilities of a chain.
+struct Offered {
+  PyObject* offer;
+  Py_ssize_t at = 0;
+  double chain = 1.0;
+
+  bool next(Choice& choice) {
+    if (Py_TYPE(offer) == ranking_type) {
+      Candidate found;
+      if (!advance(as_ranking(offer), found)) return false;
+      choice.worth = found.worth, choice.path = found.own, choice.begins = found.begins;
+      return true;
+    }
+    if (at >= PySequence_Fast_GET_SIZE(offer)) return false;
+    chain *= PyFloat_AsDouble(PySequence_Fast_GET_ITEM(offer, at++));
+    choice.worth = choice.path = chain, choice.begins = false;
+    return true;
+  }
+};
+
+// choose(offers, (level, table, floor, lower), num_context, limit, tokens, base_s, branch_s, branch_tokens, plain, least_gain)
+// -> draft tokens of each session, as allocation.choose has them; None if an offer is neither a native Ranking nor a chain
+PyObject* choose(PyObject*, PyObject* arguments) {
+  PyObject* all;
+  StepSeconds cost;
+  Py_ssize_t at, limit;
+  double tokens, base_s, branch_s, branch_tokens, plain, least_gain;
+  if (!PyArg_ParseTuple(arguments, "O!(dO!O!O!)nndddddd", &PyList_Type, &all, &cost.level, &PyList_Type, &cost.table, &PyList_Type,
+                        &cost.convex, &PyList_Type, &cost.lower, &at, &limit, &tokens, &base_s, &branch_s, &branch_tokens,
+                        &plain, &least_gain))
+    return nullptr;
+  if (std::min(PyList_GET_SIZE(cost.table), PyList_GET_SIZE(cost.convex)) < 2 || at < 0)
+    return PyErr_SetString(PyExc_ValueError, "times of a step are two or more, and its tokens no fewer than 0"), nullptr;
+  std::vector<Offered> offers;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all); ++i) {
+    PyObject* offer = PyList_GET_ITEM(all, i);
+    if (Py_TYPE(offer) != ranking_type && !PyList_CheckExact(offer) && !PyTuple_CheckExact(offer)) Py_RETURN_NONE;
+    offers.push_back({offer});
+  }
+  std::vector<int64_t> counts(offers.size());
+  std::vector<Choice> heap;
+  std::vector<size_t> order;
+  const auto push = [&](size_t session) {
+    Choice next{};
+    next.session = session;
+    if (!offers[session].next(next)) return;
+    heap.push_back(next);
+    std::push_heap(heap.begin(), heap.end());
+  };
+  for (size_t i = 0; i < offers.size(); ++i) push(i);
+  double best = plain, next_floor_s = cost.floor(at);
+  size_t num_best = 0;
+  while (!heap.empty() && static_cast<Py_ssize_t>(order.size()) < limit) {
+    const Choice next = heap.front();
+    const double floor_s = next_floor_s, most = branch_tokens + next.worth;
+    next_floor_s = cost.floor(at + 1);
+    if (most <= best * (next_floor_s - floor_s) && tokens <= best * (base_s + floor_s)) break;
+    tokens += next.path;
+    base_s += next.begins ? branch_s : 0.0;
+    order.push_back(next.session);
+    ++counts[next.session];
+    std::pop_heap(heap.begin(), heap.end());
+    heap.pop_back();
+    push(next.session);
+    const double value = tokens / (base_s + cost.seconds(++at));
+    if (value > best) best = value, num_best = order.size();
+  }
+  if (PyErr_Occurred()) return nullptr;
+  for (size_t i = best >= least_gain * plain ? num_best : 0; i < order.size(); ++i) --counts[order[i]];
+  Ref made(PyList_New(static_cast<Py_ssize_t>(counts.size())));
+  for (size_t i = 0; made && i < counts.size(); ++i) {
+    PyObject* count = PyLong_FromLongLong(counts[i]);
+    if (count == nullptr) return nullptr;
+    PyList_SET_ITEM(made.get(), static_cast<Py_ssize_t>(i), count);
+  }
+  return made.release();
+}
 
 // -- what trees do ------------------------------------------------------------------------------------------------------
 
@@ -1430,6 +1545,7 @@ PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, nullptr},
     method("add_each", add_each),
     method("columns_of", columns_of),
+    {"choose", choose, METH_VARARGS, nullptr},
     {"grow_each", grow_each, METH_VARARGS, nullptr},
     {"read_each", each_of<read_message>, METH_O, nullptr},  // messages in wire form
     {"write_each", each_of<write_message>, METH_O, nullptr},

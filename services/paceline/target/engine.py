@@ -736,10 +736,8 @@ class TargetEngine:
         elif part.guess_tables:
             session.join(cache, session.pages)
         heard = session.draft_heard if session.draft_available else None
-        waiting_since, outcome_at = session.waiting_since, session.outcome_at
-        decided = DecidedRound(
-            part, verdict, num_accepted, num_emitted, finish_reason, session.cause, heard, waiting_since, outcome_at
-        )
+        cause, waiting_since, outcome_at = session.cause, session.waiting_since, session.outcome_at
+        decided = part, verdict, num_accepted, num_emitted, finish_reason, cause, heard, waiting_since, outcome_at
         session.waiting_since = None
         session.verified_draft = len(proposal.node_ids) > 0 and proposal.producer is Producer.DRAFT
         if heads is not None:
@@ -814,9 +812,10 @@ class TargetEngine:
         if self.allocation.adaptive:
             assert done.step is not None
             self._meter.compare(done.step, times, len(done.open), done.num_emitted, running)
-            for part, *_ in done.rounds:
-                session = part.session
-                if session.draft_available and self.is_open(session):
+            sessions = self.sessions
+            for decided in done.rounds:
+                session = decided[0].session
+                if session.draft_available and sessions.get(session.session_id) is session:
                     self.gate.review(session, len(running))
             self.gate.tick(times.decided_at, len(running), self.sessions.values())
             self._send_wishes()
@@ -858,7 +857,7 @@ def _cause(part: Scheduled, *, drafted: bool) -> Cause:
 
 def outcome_of(decided: DecidedRound) -> Outcome:
     """The message about a round."""
-    part, verdict, num_accepted, num_emitted, finish_reason, cause, *_ = decided
+    part, verdict, num_accepted, num_emitted, finish_reason, cause, _, _, _ = decided
     session, token_ids, logprobs, top_logprobs = part.session, verdict.token_ids, verdict.logprobs, verdict.top_logprobs
     if finish_reason is not None:
         token_ids, logprobs = token_ids[:num_emitted], logprobs[:num_emitted]

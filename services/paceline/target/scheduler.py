@@ -100,7 +100,9 @@ class Scheduled:
         the context and after each draft token.
         """
         context, proposal = self.session.tokens[self.start : self.stop] or [_UNKNOWN], self.proposal
-        num_by_library = max(0, min(self.stop, self.session.num_by_library) - self.start)
+        num_by_library = 0
+        if self.session.num_by_library > self.start:
+            num_by_library = min(self.stop, self.session.num_by_library) - self.start
         if self.tables:
             steps = sequence_steps(context, self.start, proposal, self.tables)
             steps[0].num_by_library = num_by_library
@@ -159,7 +161,8 @@ class Scheduler:
         self.waiting: deque[TargetSession] = deque()
         self.running: list[TargetSession] = []  # oldest first
         self.num_preemptions = 0
-        self._subtrees: dict[int, SubtreeOffer] = {}  # of this step, by ``id`` of the session
+        self._proposals: dict[int, Proposal] = {}  # of all sessions that the choice for this step was about, by ``id``
+        self._subtrees: dict[int, SubtreeOffer] = {}  # of some of them
         self._num_vain = 0  # steps in a row in which prompt lookups alone were asked and brought nothing
         self._num_rests = 0  # steps in which they are not asked
         self.wait_until: float | None = None
@@ -183,6 +186,7 @@ class Scheduler:
         ``overlaps``: the steps after it may be launched ahead.
         """
         self.wait_until = None
+        self._proposals.clear()
         self._subtrees.clear()
         self._admit()
         decoding = [s for s in self.running if s.num_computed == len(s.tokens) - 1]
@@ -352,7 +356,8 @@ class Scheduler:
                 sessions.append(session)  # this step ends its prefill, so that it may verify a proposal
             num_context += min(missing, budget)
             budget -= min(missing, budget)
-        offers = [offer_of(s, trees=trees) for s in sessions]
+        self._proposals = proposals = {id(session): session.proposal(session.k) for session in sessions}
+        offers = [offer_of(s, proposals[id(s)], trees=trees) for s in sessions]
         counts = self._allocation.allocate_draft_tokens(
             offers,
             num_sessions=len(ready) + len(prefilling),
@@ -374,7 +379,9 @@ class Scheduler:
 
     def _allocate_if_sent(self, decoding: list[TargetSession]) -> dict[int, int]:
         """Draft tokens for a step of decoding sessions, as if their drafts had sent all that they may."""
-        offers = [offer_of(s, sent=s.draft_available and not s.idle) for s in decoding]
+        offers = [
+            sent_offer_of(s) if s.draft_available and not s.idle else offer_of(s, s.proposal(s.k)) for s in decoding
+        ]
         num_sessions = len(decoding)
         counts = self._allocation.allocate_draft_tokens(
             offers,
@@ -410,7 +417,11 @@ class Scheduler:
         spare = self._heads.reserves if self._heads else 0
         if session.k > 0 and stop == len(session.tokens):
             limit = min(budget - num_context, wanted.get(id(session), session.k))
-            available = session.proposal(session.k) if limit > 0 else session.drafted(session.k)
+            known = self._proposals.get(id(session)) if limit > 0 and self._proposals else None
+            if known is not None:
+                available = known
+            else:
+                available = session.proposal(session.k) if limit > 0 else session.drafted(session.k)
             offered = self._subtrees.get(id(session)) if self._subtrees else None
             proposal = available.first(limit) if offered is None else offered.proposal(limit)
             num_reserved = num_drafted = len(proposal.token_ids)
@@ -522,29 +533,31 @@ class Scheduler:
         self._cache.check_integrity([kept, *([*s.pages, *s.private_pages] for s in known)], states)
 
 
-def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False) -> Offer:
+def offer_of(session: TargetSession, proposal: Proposal, *, trees: bool = False) -> Offer:
     """Returns the draft tokens that a session may verify now: acceptance probabilities, each given its ancestors.
 
-    ``sent``: as if its draft had sent its maximum. ``trees``: siblings may be among them.
+    ``proposal``: the session's own of at most K tokens. ``trees``: siblings may be among them.
     """
     if not session.k:
         return ()
-    most = session.max_draft()
-    if sent:
-        if session.rejection:
-            return blind_offer(most, session.hits)
-        return offer(session.drafted(session.k), most, session.hits, extend=True)
-    proposal = session.proposal(session.k)
     if proposal.producer is Producer.LOOKUP:
         return proposal.probs
-    drafted = len(proposal) > 0 and proposal.producer is Producer.DRAFT
+    drafted = len(proposal.token_ids) > 0 and proposal.producer is Producer.DRAFT
     headed = None if drafted else session.head_offer
     if headed is None and not drafted:
         return ()
-    hits = session.hits if headed is None else headed.hits
+    hits, most = session.hits if headed is None else headed.hits, session.max_draft()
     if session.rejection:
         # Nothing here depends on a drawn token: the existence of a first token is decided before it is drawn.
         return blind_offer(most if headed is None else min(headed.depth, most), hits)
     if trees and (headed is None or headed.anchor is not None):
         return session.subtree()
     return offer(proposal, most, hits)
+
+
+def sent_offer_of(session: TargetSession) -> Offer:
+    """Returns what ``offer_of`` would if the session's draft had sent its maximum, as a chain."""
+    most = session.max_draft()
+    if session.rejection:
+        return blind_offer(most, session.hits)
+    return offer(session.drafted(session.k), most, session.hits, extend=True)

@@ -288,7 +288,10 @@ def rejecting_session(*probs: float, token_id: int = 10) -> TargetSession:
 
 @pytest.mark.parametrize(
     ("decide", "lawful"),
-    [(offer_of, True), (lambda session: offer(session.proposal(4), 4, session.hits), False)],
+    [
+        (lambda session: offer_of(session, session.proposal(4)), True),
+        (lambda session: offer(session.proposal(4), 4, session.hits), False),
+    ],
     ids=["blind", "mutant"],
 )
 def test_under_the_rejection_rule_the_choice_keeps_the_law_exactly(decide, lawful: bool) -> None:
@@ -316,11 +319,11 @@ def test_under_the_rejection_rule_the_choice_sees_nothing_that_was_drawn(probs: 
     So what is proposed at a position is decided by earlier rounds and by sessions whose noise is independent.
     """
     session = rejecting_session()
-    assert offer_of(session) == ()
+    assert offer_of(session, session.proposal(4)) == ()
     session = rejecting_session(*probs)
     session.hits.add(10, 7.0, 9)
     assert len(session.proposal(4)) == len(probs)
-    assert offer_of(session) == blind_offer(4, session.hits) == (session.hits.rate(),) * 4
+    assert offer_of(session, session.proposal(4)) == blind_offer(4, session.hits) == (session.hits.rate(),) * 4
 
 
 def test_a_head_that_withdraws_its_offer_is_allocated_nothing() -> None:
@@ -328,6 +331,6 @@ def test_a_head_that_withdraws_its_offer_is_allocated_nothing() -> None:
     session, hits = rejecting_session(), AcceptanceHistory()
     hits.add(10, 7.0, 9)
     session.head_offer = HeadOffer(replace(proposal_of(0.5), producer=Producer.HEAD), hits, depth=3, anchor=None)
-    assert offer_of(session) == blind_offer(3, hits)
+    assert offer_of(session, session.proposal(4)) == blind_offer(3, hits)
     session.head_offer = None
-    assert offer_of(session) == ()
+    assert offer_of(session, session.proposal(4)) == ()

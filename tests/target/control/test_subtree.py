@@ -13,8 +13,10 @@ from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 from paceline.core.native_tree import new_tree
 from paceline.core.tree import Producer, Proposal, SpeculationTree, TreeNode
 from paceline.messages import Node
+from paceline.target.control import allocation as allocation_module
 from paceline.target.control.allocation import Allocation, allocate_draft_tokens
 from paceline.target.control.compared import Compared, RankCounts, compare
+from paceline.target.control.step_cost import StepCost
 from paceline.target.control.subtree import MAX_TREE_TOKENS, SubtreeOffer
 
 EVEN = 1.0
@@ -56,24 +58,62 @@ def test_free_branches_offer_the_likeliest_nodes(seed: int) -> None:
     assert len(offer) == len(ranked)
 
 
+def twins(rng: random.Random, size: int) -> list[SpeculationTree]:
+    """A tree of the reference and a native one with the same nodes, some of them equally likely."""
+    made = [SpeculationTree(100, 1), new_tree(100, 1)]
+    while len(made[0]) < size:
+        parent = rng.choice([*made[0].nodes()])
+        prob = rng.choice((0.25, 0.5, 0.9, rng.random()))
+        node = Node(len(made[0]) + 1, parent.node_id, len(parent.children), prob, rng.random() < 0.95)
+        for tree in made:
+            tree.add([node])
+    return made
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_native_trees_rank_as_the_reference_does(seed: int) -> None:
     """The same numbers, bit for bit, and the same proposals, however far it was asked, with siblings alike."""
     rng = random.Random(seed)
-    reference, native = SpeculationTree(100, 1), new_tree(100, 1)
-    while len(reference) < 60:
-        parent = rng.choice([*reference.nodes()])
-        prob = rng.choice((0.25, 0.5, rng.random()))
-        node = Node(len(reference) + 1, parent.node_id, len(parent.children), prob, rng.random() < 0.95)
-        reference.add([node])
-        native.add([node])
+    trees = twins(rng, 60)
     depth, factor, branch_tokens = rng.randint(1, 9), rng.choice((0.7, 1.0, 1.6)), rng.choice((0.0, 0.02, 0.3))
-    offers = [SubtreeOffer(tree.anchor, depth, factor) for tree in (reference, native)]
+    offers = [SubtreeOffer(tree.anchor, depth, factor) for tree in trees]
     for num in (rng.randint(1, 20), 64, 99):
         wanted, found = [[*islice(offer.ranked(branch_tokens), num)] for offer in offers]
         assert found == wanted
         for count in {0, 1, len(wanted) // 2, len(wanted), len(wanted) + 3}:
             assert offers[1].proposal(count) == offers[0].proposal(count)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_native_choice_is_that_of_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees and chains side by side, some of them alike, at lumpy costs, beyond the measured sizes as well."""
+    rng = random.Random(seed)
+    cost = StepCost()
+    lumps = sorted(rng.uniform(1, 3) for _ in range(40))
+    for _ in range(100):
+        size = rng.randint(1, rng.choice((8, 150)))
+        cost.observe(size, lumps[size // 4] * rng.uniform(0.9, 1.1))
+    num = rng.choice((1, 3, 20))
+    trees = [twins(rng, rng.randint(0, 30)) for _ in range(num)]
+    chains = [rng.choice(((), (0.5, 0.5), [rng.random() for _ in range(8)])) for _ in range(num)]
+    trees[-1], chains[-1] = trees[0], chains[0]
+    for limit in (-1, 0, 5, 999):
+        at = {"num_sessions": 2 * num, "num_context": 2 * num + rng.choice((0, 40, 800)), "limit": limit}
+        at |= {"overhead_s": rng.random(), "branch_s": rng.choice((0.0, 0.01, 0.2)), "tokens_per_s": rng.uniform(1, 9)}
+        at |= {"least_gain": rng.choice((1.0, 1.04)), "hidden_s": rng.choice((0.0, 0.1))}
+        found = []
+        for native in (False, True):
+            offers = [SubtreeOffer(each[native].anchor, 8, 1.1) for each in trees]
+            with monkeypatch.context() as patch:
+                if not native:
+                    patch.setattr(allocation_module, "native_module", lambda: None)
+                else:  # it must not be asked
+                    patch.setattr(allocation_module, "choose", None)
+                counts = allocate_draft_tokens([*offers, *chains], cost, **at)
+            found.append((counts, [offer.proposal(count) for offer, count in zip(offers, counts, strict=False)]))
+        assert found[0] == found[1]
+        alone = allocate_draft_tokens([SubtreeOffer(each[0].anchor, 8, 1.1) for each in trees] + chains, cost, **at)
+        assert alone == found[0][0], "trees of the reference are no native ones"
 
 
 @pytest.mark.parametrize("seed", range(20))

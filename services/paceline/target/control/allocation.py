@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.experiment import WINDOW, WORTH, Budget
+from paceline.core.native_tree import native_module
 from paceline.core.ranking import Ranked
 from paceline.core.statistics import ENGINE_KEEP, SESSION_KEEP, DecayingHistogram, DecayingRatio, Ewma
 from paceline.core.tree import Proposal
@@ -143,7 +144,7 @@ def offer(proposal: Proposal, num_wanted: int, hits: AcceptanceHistory, *, exten
     ``extend``: as if the draft had already sent ``num_wanted`` tokens.
     """
     correction = hits.correction()
-    probs = [min(1.0, correction * prob) for prob in proposal.probs[:num_wanted]]
+    probs = [own if (own := correction * prob) < 1.0 else 1.0 for prob in proposal.probs[:num_wanted]]
     if extend:
         probs.extend([hits.rate()] * (num_wanted - len(probs)))
     return probs
@@ -156,16 +157,6 @@ def blind_offer(num_wanted: int, hits: AcceptanceHistory) -> tuple[float, ...]:
 
 Offer = Sequence[float] | SubtreeOffer
 """Draft tokens of a session: acceptance probabilities of a chain, or the nodes of a subtree."""
-
-
-def _ranked(offer: Offer, branch_tokens: float) -> Iterator[Ranked]:
-    if isinstance(offer, SubtreeOffer):
-        yield from offer.ranked(branch_tokens)
-        return
-    path = 1.0
-    for prob in offer:
-        path *= prob
-        yield path, path, False
 
 
 def allocate_draft_tokens(
@@ -198,22 +189,51 @@ def allocate_draft_tokens(
         The number of draft tokens of each session; a subtree's first ones in the order of its ranking. Before any step
         was measured: everything offered.
     """
-    counts = [0] * len(offers)
     if not cost.known:
+        counts = [0] * len(offers)
         for i, probs in enumerate(offers):
             counts[i] = min(len(probs), limit)
             limit -= counts[i]
         return counts
     branch_tokens = branch_s * tokens_per_s
-    streams = [_ranked(offer, branch_tokens) for offer in offers]
+    ranked = [offer.ranked(branch_tokens) if isinstance(offer, SubtreeOffer) else offer for offer in offers]
+    base_s = overhead_s + cost.seconds(num_sessions) - cost.seconds(num_context)  # D(m) = base_s + C(t + m)
+    plain = num_sessions / (base_s - hidden_s + cost.seconds(num_context))
+    known = num_context, limit, float(num_sessions), base_s, branch_s, branch_tokens, plain, least_gain
+    chosen: list[int] | None = None
+    if isinstance(cost, StepCost) and (native := native_module()) is not None:
+        chosen = native.choose(ranked, cost.tables, *known)
+    return choose(ranked, cost, *known) if chosen is None else chosen
+
+
+def choose(
+    ranked: Sequence[Sequence[float] | Iterator[Ranked]],
+    cost: StepTimes,
+    num_context: int,
+    limit: int,
+    tokens: float,
+    base_s: float,
+    branch_s: float,
+    branch_tokens: float,
+    plain: float,
+    least_gain: float,
+) -> list[int]:
+    """Takes draft tokens by their worth, as ``allocate_draft_tokens`` wants them. The reference of the native one
+    (``core/tree.cpp``).
+
+    Args:
+        ranked: draft tokens of each session: probabilities of a chain, or a ``Ranking``.
+        tokens: E(0).
+        base_s: D(0) - C(t).
+        plain: tokens per second without draft tokens.
+    """
+    streams = [_of_chain(each) if isinstance(each, Sequence) else each for each in ranked]
     # A heap of (-worth of a session's next draft token, session, the token's path probability, begins a branch).
     heap = [(-token[0], i, *token[1:]) for i, stream in enumerate(streams) if (token := next(stream, None))]
     heapq.heapify(heap)
+    counts = [0] * len(ranked)
     order: list[int] = []
-    num_best = 0
-    base_s = overhead_s + cost.seconds(num_sessions) - cost.seconds(num_context)  # D(m) = base_s + C(t + m)
-    tokens = float(num_sessions)  # E(m)
-    best = plain = tokens / (base_s - hidden_s + cost.seconds(num_context))
+    num_best, best = 0, plain
     at, next_floor_s = num_context, cost.floor(num_context)
     while heap and len(order) < limit:
         negative, i, path, begins = heap[0]
@@ -239,6 +259,13 @@ def allocate_draft_tokens(
     for i in order[num_best if best >= least_gain * plain else 0 :]:
         counts[i] -= 1
     return counts
+
+
+def _of_chain(probs: Sequence[float]) -> Iterator[Ranked]:
+    path = 1.0
+    for prob in probs:
+        path *= prob
+        yield path, path, False
 
 
 def ideal_gain(

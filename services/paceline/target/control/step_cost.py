@@ -126,6 +126,11 @@ class StepCost:
             return self._level * self._lower[num_tokens]
         return self._level * min(_at(self._floor, num_tokens), _at(self._table, num_tokens))
 
+    @property
+    def tables(self) -> tuple[float, list[float], list[float], list[float]]:
+        """What ``seconds`` and ``floor`` are made of, for the native ``allocation.choose``."""
+        return self._level, self._table, self._floor, self._lower
+
     def _rebuild(self) -> None:
         self._stale = 0
         now = self._num_observed

@@ -149,22 +149,10 @@ class MeasuredStep:
     """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
 
 
-class DecidedRound(NamedTuple):
-    """Outcome of one part of a step, and what its session was when it was decided."""
-
-    part: Scheduled
-    verdict: Verdict
-    num_accepted: int
-    """Accepted tokens, cut at the session's end."""
-    num_emitted: int
-    """Emitted tokens, cut at the session's end."""
-    finish_reason: FinishReason | None
-    """The reason if the session ends here."""
-    cause: Cause
-    heard: bool | None
-    """True if the session's draft has sent nodes; None: the session had no draft."""
-    waiting_since: float | None
-    outcome_at: float
+DecidedRound = tuple[Scheduled, Verdict, int, int, FinishReason | None, Cause, bool | None, float | None, float]
+"""Outcome of one part of a step, and what its session was when it was decided: verdict; accepted and emitted tokens,
+both cut at the session's end; the reason if the session ends here; its cause; True if its draft has sent nodes, None:
+it had no draft; its ``waiting_since`` and ``outcome_at``."""
 
 
 class StepMeter:
@@ -238,9 +226,9 @@ class StepMeter:
     def measure(self, parts: Sequence[Scheduled], times: StepTimes) -> MeasuredStep:
         """Records what a step of these parts took."""
         seconds, cost = times.decided_at - times.started, self._allocation.cost
-        num_verifying = sum(part.verifies for part in parts)
-        num_context = num_drafted = num_branches = num_guesses = num_guessed = 0
+        num_verifying = num_context = num_drafted = num_branches = num_guesses = num_guessed = 0
         for part in parts:
+            num_verifying += part.verifies
             num_context += part.stop - part.start
             num_drafted += part.num_drafted
             if part.tables:
