@@ -72,7 +72,7 @@ def explain(engine: TargetEngine) -> str:
         accepted = acceptance(allocation.coupled, allocation.rejection)
         parts.append(
             f"proposals of {allocation.lengths.mean():.1f} tokens on average (of length {listed}), "
-            f"{accepted:.0%} of a draft's tokens accepted"
+            f"{accepted:.0%} of a draft's tokens are expected to be accepted"
         )
     if allocation.cost.known:
         sizes = dict.fromkeys((num_sessions, 2 * num_sessions, 4 * num_sessions))
