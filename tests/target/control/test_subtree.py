@@ -10,6 +10,7 @@ import pytest
 from tests.support.rings import slow
 from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 
+from paceline.core import native_tree
 from paceline.core.native_tree import new_tree
 from paceline.core.tree import Producer, Proposal, SpeculationTree, TreeNode
 from paceline.messages import Node
@@ -106,7 +107,7 @@ def test_the_native_choice_is_that_of_the_reference(seed: int, monkeypatch: pyte
             offers = [SubtreeOffer(each[native].anchor, 8, 1.1) for each in trees]
             with monkeypatch.context() as patch:
                 if not native:
-                    patch.setattr(allocation_module, "native_module", lambda: None)
+                    patch.setattr(native_tree, "native_module", lambda: None)
                 else:  # it must not be asked
                     patch.setattr(allocation_module, "choose", None)
                 counts = allocate_draft_tokens([*offers, *chains], cost, **at)

@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.experiment import WINDOW, WORTH, Budget
-from paceline.core.native_tree import native_module
 from paceline.core.ranking import Ranked
 from paceline.core.statistics import ENGINE_KEEP, SESSION_KEEP, DecayingHistogram, DecayingRatio, Ewma
 from paceline.core.tree import Proposal
@@ -201,8 +200,11 @@ def allocate_draft_tokens(
     plain = num_sessions / (base_s - hidden_s + cost.seconds(num_context))
     known = num_context, limit, float(num_sessions), base_s, branch_s, branch_tokens, plain, least_gain
     chosen: list[int] | None = None
-    if isinstance(cost, StepCost) and (native := native_module()) is not None:
-        chosen = native.choose(ranked, cost.tables, *known)
+    if isinstance(cost, StepCost):
+        from paceline.core.native_tree import native_module  # loads torch, which plans do without
+
+        if (native := native_module()) is not None:
+            chosen = native.choose(ranked, cost.tables, *known)
     return choose(ranked, cost, *known) if chosen is None else chosen
 
 
