@@ -72,6 +72,35 @@ async def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
     assert all(latency >= 2 * DELAY_S for latency in latencies)
 
 
+async def changes_of(*loads: int) -> int:
+    """How often a link says that placement may change, by heartbeats with so many sessions of two."""
+    changes: list[DraftLink] = []
+    kind = replace(DRAFT, decode=lambda status: ([], status, 0))
+    link: DraftLink = Link(
+        Member("draft-0", "127.0.0.1:1"), kind, on_messages=lambda *_: None, on_change=changes.append, silence_s=5.0
+    )
+
+    async def replica() -> AsyncIterator[Any]:
+        for load in loads:
+            yield ReplicaStatus(
+                "draft-0", "draft", incarnation=1, num_sessions=load, num_waiting=0, max_sessions=2, kv_pages_used=load
+            )
+
+    await link.read_stream(replica())
+    return len(changes)
+
+
+@pytest.mark.parametrize("any_heartbeat", [False, True])
+async def test_sessions_are_placed_again_only_when_room_appears_or_goes(
+    any_heartbeat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at each of the heartbeats, of which a router gets hundreds a second; the mutant does so."""
+    if any_heartbeat:
+        monkeypatch.setattr(Link, "standing", property(lambda self: object()))
+    found = [await changes_of(*loads) for loads in ((0,), (0, 1, 0, 1), (0, 1, 2, 2, 2), (0, 2, 2, 1, 0, 2))]
+    assert (found == [1, 1, 2, 4]) is not any_heartbeat, found
+
+
 async def test_a_link_that_is_stopped_while_its_stream_breaks_ends() -> None:
     """The group of the stream's tasks is being ended by its reader, and loses the cancellation that comes then."""
     link: DraftLink = Link(

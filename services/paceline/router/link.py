@@ -285,7 +285,7 @@ class Link(Generic[Sent, Received]):
                 return f"its engine has been in one step for {self.status.busy_s:.1f} s"
 
     def _note(self, status: ReplicaStatus) -> None:
-        before = self._standing
+        before = self.standing
         self.status = status
         self._num_others = max(0, status.num_sessions - len(self.sessions))
         if not self.up:
@@ -296,11 +296,11 @@ class Link(Generic[Sent, Received]):
         if not self._echo_ns:
             self._echo_ns = time.monotonic_ns()
             self.send([Echo(self._echo_ns)])
-        if self._standing != before:
+        if self.standing != before:
             self._on_change(self)
 
     @property
-    def _standing(self) -> tuple[bool, bool, bool, int]:
+    def standing(self) -> tuple[bool, bool, bool, int]:
         """The values that placement depends on and a heartbeat may change."""
         return self.up, self.has_room, self.crowded, self.max_sessions
 
