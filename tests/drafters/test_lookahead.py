@@ -301,7 +301,7 @@ def test_the_pool_keeps_what_was_seen_last_and_answers_along_a_path() -> None:
     assert candidates(head, 1, 2) == [3]
     assert candidates(head, 4, 4, 4) == []
     head.guesses("s")
-    with pytest.raises(AssertionError, match="what rides is learned from"):
+    with pytest.raises(AssertionError, match="``learn`` is called after each step"):
         head.check_integrity()
     head.learn("s", ())
     head.check_integrity()

@@ -38,6 +38,7 @@ IGNORED = {
     "OpenSession.pages_from": "commands.open_session.12",
     "OpenSession.pages_timeout_s": "commands.open_session.13",
     "SessionFailed.turned_away": "events.session_failed.5",
+    "GenerateStreamChunk.earlier_rounds": "12",
 }
 """New fields that a peer of the version before may leave unread: it acts as it always has. With their places."""
 

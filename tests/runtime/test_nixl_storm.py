@@ -165,10 +165,15 @@ async def storm(seed: int, num_steps: int, patch: pytest.MonkeyPatch) -> Storm:
     await found.old.restart()
     await found.mover.start()
     async with serving(lambda request, context: found.old.answer(request, context)) as address:
-        for _ in range(num_steps):
-            await found.step(address)
-        async with asyncio.timeout(30):
-            await found.end()
+        try:
+            for _ in range(num_steps):
+                await found.step(address)
+            async with asyncio.timeout(30):
+                await found.end()
+        finally:
+            for move in found.moves:  # a mutant leaves some, whose calls the server would wait for
+                move.cancel()
+            found.release_transfers()
     return found
 
 
