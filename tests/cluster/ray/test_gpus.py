@@ -47,7 +47,7 @@ def replace_cuda() -> None:
         _internal_kv_put(f"{rendezvous.store} {rendezvous.rank}", json.dumps(taken), namespace=_NAMESPACE)
         return joined(rendezvous, torch.device("cpu"))
 
-    joined, runner._join = runner._join, join
+    joined, runner.connect_rank = runner.connect_rank, join
     torch.cuda.is_available = lambda: bool(found())
     torch.cuda.device_count = lambda: len(found())
     torch.cuda.set_device = current.append
