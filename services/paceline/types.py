@@ -778,6 +778,8 @@ class ReplicaStatus:
     """Version of Paceline that the process runs; empty: one that does not say."""
     protocol: int = UNSTATED_PROTOCOL
     """Version of the protocol between routers and replicas that it speaks."""
+    numerics: str = ""
+    """Digest of what decides the bits of a target's logits: versions, device, kernels, options; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)

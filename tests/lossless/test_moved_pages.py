@@ -325,7 +325,10 @@ def test_pages_are_given_to_the_same_configuration_alone(tmp_path: Path) -> None
         model = prepare(AutoModelForCausalLM.from_pretrained(tmp_path / name), compile=False)
         targets.append((model, origin_of(Checkpoint.open(str(tmp_path / name)), model)))
     (one, origin), (same, as_before), (other, changed) = targets
-    for each in (origin, as_before, changed):
+    assert origin.numerics == as_before.numerics != changed.numerics
+    ranks = origin_of(Checkpoint.open(str(tmp_path / "one")), one, ("native", "auto", 2, None))
+    assert ranks.numerics != origin.numerics
+    for each in (origin, as_before, changed, ranks):
         each.wait()
     source, text = served(one, asked, origin=origin)
     assert text != served(other, asked)[1]

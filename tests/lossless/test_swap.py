@@ -25,6 +25,7 @@ from paceline.target import runners, session
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.mount import bind_heads
+from paceline.target.origin import Origin
 from paceline.types import PAGE_SIZE, Mode, Result, SamplingParams
 
 PREFIX = prompt(999, PAGE_SIZE + 6)
@@ -206,7 +207,9 @@ def test_a_session_that_is_opened_again_goes_on_as_it_began() -> None:
         max_step_tokens=64,
         max_model_len=512,
         compilation=compilation,
+        origin=Origin(b"facts", []),
     )
+    numerics = engine.numerics
     request = requests("early", 0, Mode.PLAIN)["early0"]
     whole = plain_reference(eager, {"early0": request})["early0"].token_ids
 
@@ -218,6 +221,7 @@ def test_a_session_that_is_opened_again_goes_on_as_it_began() -> None:
     while not sent:
         engine.step()
     compilation.execution = "compiled"
+    assert engine.numerics != numerics, "routers tell them apart"
     engine.receive([opening(1, 5)])
     sent.clear()
     while engine.num_sessions:

@@ -108,11 +108,11 @@ def test_without_two_choices_targets_would_be_overrun_while_others_idle(monkeypa
     assert busiest_of(20, 100, 640) >= 30 + 20
 
 
-async def moves_to(*executions: str) -> list[str]:
-    """Which kinds of targets serve a session of the first one, which is compiled and dies, then of the next ..."""
-    world = World(*[4] * (1 + len(executions)))
-    for target, execution in zip(world.targets, ("compiled", *executions), strict=True):
-        target.execution, target.up = execution, execution == "compiled" and target is world.targets[0]
+async def moves_to(*kinds: str) -> list[str]:
+    """The numerics of the targets that serve a session of the first one ("A"), which dies, then of the next ..."""
+    world = World(4, *[4] * len(kinds))
+    for target, numerics in zip(world.targets, ("A", *kinds), strict=True):
+        target.numerics, target.up = numerics, target is world.targets[0]
     served = []
     async with world.router() as router:
         wanted = Request("r", PROMPT, SamplingParams(max_tokens=60, seed=1, ignore_eos=True))
@@ -122,28 +122,60 @@ async def moves_to(*executions: str) -> list[str]:
         for target in world.targets[1:]:
             target.up = True
             target.beat()
-        for _ in executions:
+        for _ in kinds:
             (old,) = [target for target in world.targets if target.sessions]
             old.die()
             await world.turn()
             await world.turn()
-            served += [target.execution for target in world.targets if target.sessions]
+            served += [target.numerics for target in world.targets if target.sessions]
         await world.until(task)
         assert tuple(task.result()[0]) == expected(wanted)
     return served
 
 
 async def test_a_session_moves_to_targets_that_round_as_its_last_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While there are any; one that is compiled later is as good as one that is eager for good."""
+    """While there are any; then to one of the others, which it stays like."""
     without_sockets(monkeypatch)
-    assert await moves_to("eager", "compiled", "compiling") == ["compiled", "eager", "compiling"]
-    assert await moves_to("compiling") == ["compiling"]
+    assert await moves_to("B", "A", "B") == ["A", "B", "B"]
+    assert await moves_to("B") == ["B"]
+
+
+async def waits_for_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session waits for room at a target like its last one, while another one goes on at once."""
+    without_sockets(monkeypatch)
+    world = World(2, 1, 2)
+    for target, numerics in zip(world.targets, "AAB", strict=True):
+        target.numerics, target.up = numerics, target is world.targets[0]
+    requests = [Request(f"r{i}", PROMPT, SamplingParams(max_tokens=12, seed=i, ignore_eos=True)) for i in range(2)]
+    async with world.router() as router:
+        tasks = [asyncio.create_task(result_of(router, request)) for request in requests]
+        await world.turn()
+        await world.turn()
+        for target in world.targets[1:]:
+            target.up = True
+            target.beat()
+        world.targets[0].die()
+        for task in tasks:
+            while not task.done():
+                await world.turn()
+                assert not world.targets[2].sessions, "it rounds differently"
+        assert [tuple(task.result()[0]) for task in tasks] == [expected(request) for request in requests]
+
+
+async def test_a_session_waits_for_room_where_it_goes_on_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    await waits_for_its_kind(monkeypatch)
 
 
 @mutant(Placement, "best_target")
 def any_target(best: Any, self: Placement, active: Any, without: Any) -> Any:
     """Targets of the other kind are taken, too."""
     return best(self, active, self._too_old(active))
+
+
+async def test_a_wait_that_ends_at_any_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    any_target(monkeypatch)
+    with pytest.raises(AssertionError):
+        await waits_for_its_kind(monkeypatch)
 
 
 async def test_a_choice_among_all_targets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

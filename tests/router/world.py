@@ -45,7 +45,7 @@ class Target:
         self.member = Member(name, "127.0.0.1:1")
         self.places = places
         self.up = True
-        self.execution = ""
+        self.numerics = ""
         self.links: dict[Router, TargetLink] = {}
         self.sessions: dict[tuple[Router, str], tuple[OpenSession, list[int]]] = {}
         """Open sessions, those that have waited longest first, with their contexts."""
@@ -54,7 +54,7 @@ class Target:
     def status(self) -> ReplicaStatus:
         name, num = self.member.replica_id, len(self.sessions)
         waiting = max(0, num - self.places)
-        return ReplicaStatus(name, "target", 1, num, waiting, self.places, execution=self.execution)
+        return ReplicaStatus(name, "target", 1, num, waiting, self.places, numerics=self.numerics)
 
     def take(self) -> None:
         """Takes what the routers have sent."""

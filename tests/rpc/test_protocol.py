@@ -34,6 +34,7 @@ SAID = json.loads((record.FOLDER / f"{BEFORE}.json").read_text())
 IGNORED = {
     "ReplicaStatus.version": "status.24",
     "ReplicaStatus.protocol": "status.25",
+    "ReplicaStatus.numerics": "status.26",
     "OpenSession.suspected_s": "commands.open_session.11",
     "OpenSession.pages_from": "commands.open_session.12",
     "OpenSession.pages_timeout_s": "commands.open_session.13",

@@ -129,8 +129,8 @@ class ActiveRequest:
     opened_s: float | None = None
     """Time when it was opened on its first target."""
     target: TargetLink | None = None
-    is_compiled: bool | None = None
-    """``is_compiled`` of its last target when it was opened there; None: it had none."""
+    numerics: str | None = None
+    """``numerics`` of its last target when it was opened there; None: it had none."""
     target_lease: Lease | None = None
     pages_lease: Lease | None = None
     """On the target that it has left, while its KV pages may still be needed."""

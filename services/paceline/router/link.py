@@ -154,9 +154,9 @@ class Link(Generic[Sent, Received]):
         return UNSTATED_PROTOCOL if self.status is None else self.status.protocol
 
     @property
-    def is_compiled(self) -> bool:
-        """True if the replica's model runs compiled, by its latest status."""
-        return self.status is not None and self.status.execution == "compiled"
+    def numerics(self) -> str:
+        """Digest of what decides the bits of the replica's logits, by its latest status; empty: not known."""
+        return "" if self.status is None else self.status.numerics
 
     @property
     def has_room(self) -> bool:

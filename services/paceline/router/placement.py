@@ -119,18 +119,12 @@ class Placement:
         those routers would take each place that becomes free. A session whose last target was lost is on trial. A
         target has at most one such session at a time: if that session is at fault, it is known and ends no other one. A
         target of an older Paceline gets no session that sets an option which it does not know. A session that moves
-        goes to a target that is compiled, or not, as its last one was, if one has room: the others round differently.
+        waits for a target of the ``numerics`` of its last one while one is up: the others round differently.
         """
-        too_old = self._too_old(active)
-        without = [*too_old, *(self._trying() if _suspected(active) else ())]
-        link = None
-        if active.is_compiled is not None:
-            unlike = [link for link in self.targets.open_links() if link.is_compiled is not active.is_compiled]
-            link = self.best_target(active, [*without, *unlike])
-        if link is None:
-            link = self.best_target(active, without)
+        never = [*self._too_old(active), *self._unlike(active)]
+        link = self.best_target(active, [*never, *(self._trying() if _suspected(active) else ())])
         if link is None and active.orphaned_since is not None:
-            links = [link for link in self.targets.open_links() if link not in too_old]
+            links = [link for link in self.targets.open_links() if link not in never]
             if not any(link.sessions for link in links):
                 return next((link for link in links if link.load == link.max_sessions), None)
         return link
@@ -152,6 +146,12 @@ class Placement:
     def _too_old(self, active: ActiveRequest) -> list[TargetLink]:
         needed = protocol.needed(active.session.sampling)
         return [link for link in self.targets.open_links() if link.protocol < needed]
+
+    def _unlike(self, active: ActiveRequest) -> list[TargetLink]:
+        """Returns the targets that round differently from a session's last one; none if there are no others."""
+        links = self.targets.open_links()
+        unlike = [link for link in links if active.numerics not in (None, link.numerics)]
+        return unlike if len(unlike) < len(links) else []
 
     def _trying(self) -> list[TargetLink]:
         """Returns the targets that have a session on trial."""
@@ -192,7 +192,7 @@ class Placement:
     def attach_target(self, active: ActiveRequest, link: TargetLink) -> None:
         """Records that a session is served by a target from now on."""
         session = active.session
-        active.target, active.is_compiled = link, link.is_compiled
+        active.target, active.numerics = link, link.numerics
         if _suspected(active):
             self._on_trial[link] = active
         active.losses.note_opened(session.context_len, self._clock())

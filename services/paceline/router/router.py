@@ -333,8 +333,8 @@ class Router:
         for active in list(self.orphaned):
             if self.placement.all_too_old(active):
                 self._fail(active, outdated(active))
-            elif not self._migrate(active, "failover"):
-                return
+            else:
+                self._migrate(active, "failover")
 
     def _place_queue(self) -> None:
         """Opens queued requests, in fair turns, where there is room that no orphaned session takes."""

@@ -78,6 +78,7 @@ _STATUS_SCALARS = (
     "batch_invariant",
     "execution",
     "version",
+    "numerics",
 )
 
 

@@ -219,7 +219,7 @@ def _engine(
         adaptive=options.adaptive,
         trees=options.tree_verification == "auto",
         batch_invariant="untested" if report is None else "yes" if report.holds else "no",
-        origin=origin_of(checkpoint, model),
+        origin=origin_of(checkpoint, model, _numeric_options(options, model)),
         heads=heads,
         link=link,
         hints=hints,
@@ -235,6 +235,13 @@ def _engine(
         stages.info("serving, slower until the model is compiled in the background")
         compilation.start()
     return engine
+
+
+def _numeric_options(options: TargetOptions, model: LoadedModel) -> tuple[object, ...]:
+    """Options that decide bits of logits and that the loaded model does not name. The CPU's kind of steps may change
+    while the target serves (``TargetEngine.numerics``)."""
+    compiles = options.compile if model.device.type == "cuda" else None
+    return options.attention, options.kv_cache_dtype, options.tensor_parallel_size, compiles
 
 
 def _compilation(setup: TargetSetup, model: LoadedModel, max_len: int, *, tests: bool) -> Compilation | None:

@@ -137,6 +137,7 @@ class TargetEngine:
         self._grammars = grammars
         self.batch_invariant = batch_invariant
         self.pages = PageStore(self.runners, batch_invariant, origin)
+        self._numerics = "" if origin is None else origin.numerics
         """The KV pages, for targets that take over sessions and for sessions that come."""
         self.wait_policy = WaitPolicy()
         self.allocation = Allocation(adaptive, trees)
@@ -193,6 +194,11 @@ class TargetEngine:
     def execution(self) -> Execution:
         """Execution of new sessions (``types.Execution``). Any thread may ask."""
         return self.runners.execution
+
+    @property
+    def numerics(self) -> str:
+        """Digest of what decides the bits of new sessions' logits; empty: not known. Any thread may ask."""
+        return self._numerics and f"{self._numerics}-{'compiled' if self.execution == 'compiled' else 'eager'}"
 
     @property
     def num_sessions(self) -> int:

@@ -41,6 +41,11 @@ class Origin:
         self._thread.start()
 
     @property
+    def numerics(self) -> str:
+        """Digest of the facts, in hex."""
+        return hashlib.blake2b(self._facts, digest_size=8).hexdigest()
+
+    @property
     def digest(self) -> bytes | None:
         """The 16 bytes of the digest; None: the thread still reads, or could not read a file."""
         return self._digest
@@ -62,8 +67,8 @@ class Origin:
             self._digest = digest.digest()
 
 
-def origin_of(checkpoint: Checkpoint, model: LoadedModel) -> Origin:
-    """Starts to compute the origin of a target's pages.
+def origin_of(checkpoint: Checkpoint, model: LoadedModel, options: Sequence[object] = ()) -> Origin:
+    """Starts to compute the origin of a target's pages. ``options``: of the target, that decide bits.
 
     The configuration is part of it since no probe shows all of it: a sliding window may be longer than a probe.
     """
@@ -71,7 +76,7 @@ def origin_of(checkpoint: Checkpoint, model: LoadedModel) -> Origin:
     code = installed_version(), torch.__version__, torch.backends.cpu.get_cpu_capability(), device
     how = model.kernel, str(model.dtype), model.quantization, checkpoint.quantization
     config = json.dumps(dict(checkpoint.config), sort_keys=True, default=str)
-    return Origin(repr((code, how, config)).encode(), _weights(checkpoint.folder))
+    return Origin(repr((code, how, *options, config)).encode(), _weights(checkpoint.folder))
 
 
 def file_digest(path: Path) -> str:

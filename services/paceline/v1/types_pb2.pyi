@@ -680,6 +680,7 @@ class ReplicaStatus(_message.Message):
     EXECUTION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     kind: _builtins.str
     """"target", "draft" or "router"."""
@@ -713,6 +714,8 @@ class ReplicaStatus(_message.Message):
     """Version of Paceline that it runs."""
     protocol: _builtins.int
     """Version of the protocol between routers and replicas that it speaks; 0: it is older than such versions, which is 1."""
+    numerics: _builtins.str
+    """Of a target: digest of what decides the bits of its logits. Equal digests: equal bits of equal contexts."""
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Counted events since the replica started."""
@@ -745,10 +748,11 @@ class ReplicaStatus(_message.Message):
         execution: _builtins.str = ...,
         version: _builtins.str = ...,
         protocol: _builtins.int = ...,
+        numerics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "busy_s", b"busy_s", "busy_share", b"busy_share", "controller", b"controller", "counters", b"counters", "draining", b"draining", "execution", b"execution", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "measures", b"measures", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "pid", b"pid", "protocol", b"protocol", "replica_id", b"replica_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "busy_s", b"busy_s", "busy_share", b"busy_share", "controller", b"controller", "counters", b"counters", "draining", b"draining", "execution", b"execution", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "measures", b"measures", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "numerics", b"numerics", "pid", b"pid", "protocol", b"protocol", "replica_id", b"replica_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,6 +49,7 @@ class TargetReport:
             "counters": counters,
             "batch_invariant": engine.batch_invariant,
             "execution": engine.execution,
+            "numerics": engine.numerics,
             **self._made,
         }
 
