@@ -4,7 +4,7 @@
     N cores     the same             plain, co-located
                 a target, and a draft with ``placement`` auto, which choose for themselves
 
-The pipelines stand side by side, and one that is not asked sleeps. What ``paceline plan`` takes of each is what its
+The pipelines stand side by side, and one that is not asked sleeps. What ``paceline advise`` takes of each is what its
 controllers have learned when it ends: the steps of the target by tokens, and the depths of the draft, whose weights the
 target's push out of the caches here as they will there.
 """
@@ -28,7 +28,7 @@ from paceline.config import DraftModel, HeadOptions, LocalConfig, TargetModel
 from paceline.errors import ConfigError
 from paceline.errors.refusals import explain
 from paceline.local import LocalPipeline
-from paceline.plan.layouts import Drafting
+from paceline.plan.measured import Drafting
 from paceline.types import Mode, SpeculationParams
 from paceline_bench.jobs import Job, Reply, run_jobs
 from paceline_bench.records import RequestRecord

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from paceline.checkpoint.files import embedded_paths
 from paceline.cli.flags import DRAFTER_HELP, device, drafters
+from paceline.cli.numbers import integer, number
 from paceline.config import DType
 from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode
 from paceline_bench.endpoint import APIS
@@ -22,6 +22,8 @@ from paceline_bench.settings import PARTS, Peer
 from paceline_bench.tasks import GROUPS
 
 _T = TypeVar("_T")
+K = integer(1, MAX_DRAFT_TOKENS)
+"""Parser of numbers of draft tokens."""
 
 
 def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several_: Sequence[str]) -> None:
@@ -39,25 +41,25 @@ def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several
     defaults = f"default: {','.join(one)}, for several sessions {','.join(several_)}"
     help_ = f"{', '.join(BASELINES)}, all or none ({defaults})"
     group.add_argument("--baselines", type=baselines, metavar="NAME,...", help=help_)
-    group.add_argument("--draft-tokens", type=several(k), default=(8,), metavar="K,...", help="default 8")
+    group.add_argument("--draft-tokens", type=several(K), default=(8,), metavar="K,...", help="default 8")
     help_ = "all are measured, the best counts (default 2,3,4,6)"
-    group.add_argument("--sequential-draft-tokens", type=several(k), default=(2, 3, 4, 6), metavar="K,...", help=help_)
+    group.add_argument("--sequential-draft-tokens", type=several(K), default=(2, 3, 4, 6), metavar="K,...", help=help_)
     group.add_argument("--acceptance", choices=[a.value for a in Acceptance], default=Acceptance.COUPLED.value)
-    group.add_argument("--tree-step-tokens", type=positive(1024), metavar="N")
-    help_ = "also measure targets whose products this many cores share, and 1 core, for paceline plan --cpu-cores"
-    group.add_argument("--cpu-threads", type=several(threads), default=(), metavar="N,...", help=help_)
+    group.add_argument("--tree-step-tokens", type=integer(1, 1024), metavar="N")
+    help_ = "also measure targets whose products this many cores share, and 1 core, for paceline advise --from"
+    group.add_argument("--cpu-threads", type=several(integer(2, 64)), default=(), metavar="N,...", help=help_)
     help_ = f"also measure {' or '.join(ENGINES)}, by the Python of the environment that has it (repeatable)"
     group.add_argument(
         "--peer", dest="peers", action="append", type=peer, default=[], metavar="ENGINE=PYTHON", help=help_
     )
     group = _add_load_flags(parser, "default 8, or all of --prompts-file")
-    group.add_argument("--sessions", type=positive(1024), default=1, metavar="N", help="prompts at once")
+    group.add_argument("--sessions", type=integer(1, 1024), default=1, metavar="N", help="prompts at once")
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``paceline bench serve``."""
     _add_model_flags(parser)
-    parser.add_argument("--draft-tokens", type=k, default=8, metavar="K", help="default 8")
+    parser.add_argument("--draft-tokens", type=K, default=8, metavar="K", help="default 8")
     help_ = "requests of a unit, but at least two per session (default 8); with --prompts-file also how many of it"
     group = _add_load_flags(parser, help_)
     _add_service_loads(group)
@@ -87,7 +89,7 @@ def add_sweep_flags(parser: argparse.ArgumentParser) -> None:
     help_ = "at one session; several sessions have the first and the last (default 0,0.6,1)"
     _add_temperatures(group, (0.0, 0.6, 1.0), help_)
     help_ = "requests at once (default 1,4,16)"
-    group.add_argument("--sessions", type=several(positive(1024)), default=(1, 4, 16), metavar="N,...", help=help_)
+    group.add_argument("--sessions", type=several(integer(1, 1024)), default=(1, 4, 16), metavar="N,...", help=help_)
     _add_rates(group, (1.0, 2.0), "open loads of the service, arrivals per second (default 1,2)")
     add_report_flags(parser.add_argument_group("result"), "JSON files and the report")
 
@@ -129,27 +131,29 @@ def _add_load_flags(
 
 
 def _add_counts(group: argparse._ArgumentGroup, prompts: int | None, help_: str, max_tokens: int) -> None:
-    group.add_argument("--prompts", dest="num_prompts", type=positive(), default=prompts, metavar="N", help=help_)
+    group.add_argument("--prompts", dest="num_prompts", type=integer(), default=prompts, metavar="N", help=help_)
     help_ = f"default {max_tokens}"
-    group.add_argument("--max-tokens", type=positive(), default=max_tokens, metavar="N", help=help_)
-    group.add_argument("--repeats", type=positive(), default=1, metavar="R")
-    group.add_argument("--seed", type=natural, default=0, metavar="S", help="of prompts and sampling")
+    group.add_argument("--max-tokens", type=integer(), default=max_tokens, metavar="N", help=help_)
+    group.add_argument("--repeats", type=integer(), default=1, metavar="R")
+    group.add_argument("--seed", type=integer(0, 2**40), default=0, metavar="S", help="of prompts and sampling")
 
 
 def _add_temperatures(group: argparse._ArgumentGroup, default: tuple[float, ...], help_: str | None) -> None:
-    group.add_argument("--temperatures", type=several(temperature), default=default, metavar="T,...", help=help_)
+    group.add_argument("--temperatures", type=several(number(0, 100)), default=default, metavar="T,...", help=help_)
 
 
 def _add_rates(group: argparse._ArgumentGroup, default: tuple[float, ...], help_: str) -> None:
-    group.add_argument("--request-rate", dest="rates", type=several(rate), default=default, metavar="R,...", help=help_)
+    group.add_argument(
+        "--request-rate", dest="rates", type=several(number(1e-3, 1e5)), default=default, metavar="R,...", help=help_
+    )
 
 
 def _add_service_loads(group: argparse._ArgumentGroup) -> None:
     help_ = "closed loads: requests at once (default 1,4,16, or none with --request-rate)"
-    group.add_argument("--sessions", type=several(positive(1024)), metavar="N,...", help=help_)
+    group.add_argument("--sessions", type=several(integer(1, 1024)), metavar="N,...", help=help_)
     _add_rates(group, (), "open loads: arrivals per second; --prompts of them (default 32)")
     help_ = "shape of the gamma distribution of their gaps: 1 is Poisson, less is burstier (default 1)"
-    group.add_argument("--burstiness", type=burstiness, metavar="B", help=help_)
+    group.add_argument("--burstiness", type=number(0.01, 1e4), metavar="B", help=help_)
     help_ = f"requests per second that keep all limits: {', '.join(LIMITED)}"
     group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help=help_)
 
@@ -205,52 +209,6 @@ def peer(text: str) -> Peer:
     return Peer(engine, python)
 
 
-def _integer(text: str, least: int, most: int | None) -> int:
-    allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is given, {allowed} is needed") from None
-    if value < least or (most is not None and value > most):
-        raise argparse.ArgumentTypeError(f"{value} is given, {allowed} is needed")
-    return value
-
-
-def positive(most: int | None = None) -> Callable[[str], int]:
-    """Parser of integers from 1 to ``most``."""
-    return lambda text: _integer(text, 1, most)
-
-
-def natural(text: str) -> int:
-    """An integer from 0."""
-    return _integer(text, 0, 2**40)
-
-
-def k(text: str) -> int:
-    """A number of draft tokens."""
-    return _integer(text, 1, MAX_DRAFT_TOKENS)
-
-
-def threads(text: str) -> int:
-    """A number of threads that share something."""
-    return _integer(text, 2, 64)
-
-
-def temperature(text: str) -> float:
-    """A sampling temperature."""
-    return _number(text, 0, 100, "a number from 0 to 100 is needed")
-
-
-def rate(text: str) -> float:
-    """A rate in requests per second."""
-    return _number(text, 1e-3, 1e5, "requests per second from 0.001 to 100000 are needed")
-
-
-def burstiness(text: str) -> float:
-    """The shape of the gamma distribution of gaps."""
-    return _number(text, 0.01, 1e4, "a shape from 0.01 to 10000 is needed")
-
-
 def goodput(texts: list[str]) -> dict[str, float]:
     """Limits such as ``ttft:200``, in milliseconds.
 
@@ -265,7 +223,7 @@ def goodput(texts: list[str]) -> dict[str, float]:
                 f"{text!r} is given, each of {', '.join(LIMITED)} may be limited once, as ttft:200 (milliseconds)"
             )
         try:
-            limits[name] = _number(value, 1e-6, 1e9, "")
+            limits[name] = number(1e-6, 1e9)(value)
         except argparse.ArgumentTypeError:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is given, milliseconds above 0 are needed, as in {name}:200"
@@ -281,16 +239,6 @@ def json_object(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is given, an object in JSON is needed")
-    return value
-
-
-def _number(text: str, least: float, most: float, needed: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is given, {needed}")
     return value
 
 

@@ -24,7 +24,7 @@ from typing import Any, Self
 from paceline.config import LocalConfig, TargetModel
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
-from paceline.plan.layouts import Drafting
+from paceline.plan.measured import Drafting
 from paceline.runtime.workers import available_cores
 from paceline.types import Acceptance, Mode, SamplingParams
 from paceline_bench import baselines, cores, replicas

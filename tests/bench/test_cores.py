@@ -12,8 +12,7 @@ from paceline.checkpoint.files import embedded_paths
 from paceline.cli.main import main
 from paceline.config import LocalConfig
 from paceline.errors import ConfigError
-from paceline.plan.layouts import Drafting
-from paceline.plan.measured import core_times
+from paceline.plan.measured import Drafting, core_times
 from paceline_bench import cores
 from paceline_bench.local import LocalBench
 from paceline_bench.report.summaries import summarize

@@ -103,8 +103,8 @@ def test_a_run_of_threads_gives_times_acceptance_and_cpu_threads(
     assert "assumed: an H100" not in printed
     assert "not forecast: targets" not in printed
     assert main(["advise", "--from", str(RUN), "--devices", "2"]) == 0
-    assert (
-        "not forecast: targets of 2 cores. No step with this number of threads was measured" in capsys.readouterr().out
+    assert "not forecast: targets of 2 cores. Their steps were not measured: paceline bench local --cpu-threads 2" in (
+        capsys.readouterr().out
     )
     colder = advised(capsys, *arguments, "--temperature", "1")["acceptance"]["draft model, overlapped"]["value"]
     assert colder == pytest.approx(0.563, abs=1e-3)
@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_named_with_the_reason(
         (["--devices", "0"], "--devices is '0': a whole number from 1 to 100000 is needed"),
         (["--bandwidth-gb-s", "nan"], "--bandwidth-gb-s is 'nan': a number above 0 is needed"),
         (["--temperature", "1"], "--temperature is 1 without --measure: only that runs the models"),
-        (["--measure", "--temperature", "9"], "--temperature is 9: it must be from 0 to 2"),
+        (["--measure", "--temperature", "9"], "--temperature is '9': a number at least 0 and at most 2 is needed"),
         (["--measure", "--prompts-file", "/nowhere"], "--prompts-file is '/nowhere': it cannot be read"),
         ([*STEP, "--bandwidth-gb-s", "900"], "--target-step-ms is 10 while --bandwidth-gb-s is 900: give one"),
         (["--from", str(RUN), *STEP], "--target-step-ms is 10 with --from"),

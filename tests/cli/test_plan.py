@@ -119,7 +119,6 @@ def test_a_limit_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
         ({"--acceptance": "nan"}, "'nan': a number at least 0 and below 1 is needed"),
         ({"--target-step-ms": "0"}, "--target-step-ms is '0': a number above 0 is needed"),
         ({"--sessions": "0"}, "--sessions is '0': a whole number from 1 to 1000000 is needed"),
-        ({"--cpu-cores": "0"}, "--cpu-cores is '0': a whole number from 1 to 1024 is needed"),
     ],
 )
 def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,18 +133,15 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
     [
         (
             {"--acceptance": None, "--draft-step-ms": None},
-            "--draft-step-ms and --acceptance are needed, or --from FILE",
+            "flags are missing: --draft-step-ms, --acceptance (or --from FILE)",
         ),
-        ({"--slo-itl-ms": None}, "--slo-itl-ms is needed, or --cpu-cores"),
+        ({"--slo-itl-ms": None}, "flags are missing: --slo-itl-ms"),
         (
             {"--acceptance": None, "--sessions": None, "--slo-itl-ms": None},
-            "these are needed: --acceptance (or --from FILE); --sessions or --requests-per-s; --slo-itl-ms",
+            "flags are missing: --acceptance (or --from FILE); --sessions or --requests-per-s; --slo-itl-ms",
         ),
-        ({"--draft": "a/c"}, "--draft a/c is given without --cpu-cores"),
-        ({"--cpu-cores": "2", "--target-devices": "2"}, "--target-devices 2 is given with --cpu-cores 2"),
-        ({"--cpu-cores": "2", "--sessions": None, "--requests-per-s": "1"}, "--requests-per-s 1 is given with"),
-        ({"--sessions": None}, "one of --sessions and --requests-per-s is needed, and not both"),
-        ({"--requests-per-s": "1"}, "one of --sessions and --requests-per-s is needed, and not both"),
+        ({"--sessions": None}, "flags are missing: --sessions or --requests-per-s"),
+        ({"--requests-per-s": "1"}, "is given with --requests-per-s 1: one of them is allowed"),
         ({"--from": "nothing.json"}, "--from is 'nothing.json': it cannot be read"),
         ({"--at-temperature": "1"}, "--at-temperature 1 is given without --from"),
         ({"--draft-path-ms": "1", "--rule": "rejection"}, "--draft-path-ms 1 is given with --rule rejection"),
@@ -153,7 +149,6 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
         ({"--branch-ms": "0.1"}, "--branch-ms 0.1 is given without --trees"),
         ({"--lookup-share": "0.5"}, "--lookup-share 0.5 is given without --trees"),
         ({"--draft-on-target-nodes": "", "--draft-devices": "1"}, "--draft-devices 1 is given with --draft-on-target"),
-        ({"--draft-on-target-nodes": "", "--cpu-cores": "4"}, "--draft-on-target-nodes 1 is given with --cpu-cores"),
         ({"--head-acceptance": "0.6"}, "--head-acceptance 0.6 is given without --head-step-ms"),
         ({"--head-step-ms": "1", "--head-tokens": "3"}, "--head-step-ms 1 is given without --head-acceptance"),
     ],
@@ -167,8 +162,6 @@ def test_whole_trees(capsys: pytest.CaptureFixture[str]) -> None:
     """What is said of them reaches the simulation; its draft is told how unlikely a node may be."""
     assert plan({"--lookup-share": "0.5"}, "--trees") == EXIT_USAGE
     assert "--lookup-share and --lookup-acceptance: both or neither" in capsys.readouterr().err
-    assert plan({"--cpu-cores": "2"}, "--trees") == EXIT_USAGE
-    assert "--trees 1 is given with --cpu-cores 2" in capsys.readouterr().err
     rates, flags = [], {"--sessions": "2", "--siblings": "0.75", "--fan-out": "4", "--min-path-prob": "0.01"}
     lookups = {"--branch-ms": "0.1", "--lookup-share": "0.9", "--lookup-acceptance": "0.99"}
     for changes, more in ((flags, ()), (flags, ("--trees",)), (flags | lookups, ("--trees",))):
@@ -372,56 +365,6 @@ def test_acceptance_and_siblings_are_those_of_the_ranks_that_were_counted(tmp_pa
     assert new[0].system.outcomes == old[0].system.outcomes
     assert new[1].system.outcomes.acceptance == pytest.approx(12 / 20)
     assert 1 - 2 ** -new[1].system.outcomes.power == pytest.approx(2 / 8)
-
-
-def test_the_layouts_of_cores_end_with_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["plan", "--from", run_of_cores(tmp_path), "--sessions", "1", "--cpu-cores"]
-    models = ["--target", "a/b", "--draft", "a/c"]
-    assert main([*given, "2", *models]) == 0
-    out = capsys.readouterr().out
-    assert "not forecast" not in out
-    assert "# co-located, 1 target of 2 cores, of a service (--config); each request: --draft-tokens" in out
-    config = ServiceConfig.parse(yaml_of(out.replace("# co-located", "# of a service", 1)))
-    options = config.target_config.engine_kwargs
-    assert options.cpu_threads == 2
-    assert [(head.method, head.model) for head in options.heads] == [("draft_model", "a/c")]
-    assert config.draft_config is None
-    assert main([*given, "2", *models, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"] == found["layouts"][0]["name"] == "co-located, 1 target of 2 cores"
-    assert ServiceConfig.parse(found["config"]) == config
-    assert len(found["layouts"]) == 5
-    assert main([*given, "2", "--target-step-ms", "14"]) == EXIT_USAGE
-    assert "--target-step-ms 14 is given with --from" in capsys.readouterr().err
-    assert [layout["measured"] for layout in found["layouts"]] == [
-        240.0,
-        pytest.approx(151.6, abs=0.1),
-        120.0,
-        55.0,
-        55.0,
-    ]
-    assert main([*given, "2", "--json", "--acceptance", "0.7"]) == 0
-    other = json.loads(capsys.readouterr().out)["layouts"]
-    rates = [layout["predicted"]["tokens_per_s"] for layout in other]
-    assert rates == sorted(rates, reverse=True)
-    assert all(layout["measured"] is None for layout in other)
-
-
-def test_threads_that_were_not_measured_are_named_with_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["plan", "--sessions", "1", "--cpu-cores"]
-    assert main([*given, "4", "--from", run_of_cores(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "not forecast: overlapped, 1 target of 3 cores and 1 draft; plain, 1 target of 4 cores; co-located" in out
-    assert "paceline bench local --cpu-threads 3,4 --json FILE, and read the file" in out
-    assert main([*given, "2", "--from", str(RESULTS / "local-light.json")]) == 0
-    assert "not forecast: plain, 1 target of 2 cores; co-located, 1 target of 2 cores" in capsys.readouterr().out
-    times = ("--target-step-ms", "14", "--draft-step-ms", "1.4", "--acceptance", "0.8")
-    assert main([*given, "2", *times, "--slo-itl-ms", "1"]) == 1
-    assert "No layout keeps 1 ms." in capsys.readouterr().out
-    assert main(["plan", "--sessions", "9", "--cpu-cores", "2", *times, "--max-sessions", "2"]) == 1
-    assert "No layout holds 9 sessions, at most 2 on a target." in capsys.readouterr().out
 
 
 def test_rows_of_shared_targets_are_compared_with_their_forecast(tmp_path: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from paceline.config.methods.entry import TEXTS
 from paceline.drafters.catalogue import METHODS
 from paceline.plan import advice
-from paceline.plan.advice import Candidate, Forecast, Site, forecasts
-from paceline.plan.closed_form import Load, System, colocated, overlapped, plain, sequential
+from paceline.plan.advice import Candidate, Forecast, Site, all_options, divisions, forecasts
+from paceline.plan.closed_form import Load, Prediction, System, colocated, overlapped, plain, sequential
+from paceline.plan.measured import CoreTimes, Measurements, read
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.times import StepTable
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TARGET = StepTable.affine(0.010, 0.010 / 295)
 
 
@@ -198,3 +203,88 @@ def test_what_is_left_of_a_head_ahead_is_its_acceptance_there() -> None:
     assert most.tokens_per_round > less.tokens_per_round
     other = advice.predict_load(where, replace(whole, state_bytes=0), load, 3)
     assert most.tokens_per_round == pytest.approx(other.tokens_per_round, rel=1e-3)
+
+
+def test_threads_that_bring_nothing_are_not_recommended() -> None:
+    for gain, devices in ((1.001, 1), (2.0, 2)):
+        where = replace(site(2, sessions=2), shared={2: TARGET.times(1 / gain)})
+        assert next(f for f in forecasts(where, []) if f.name == "plain").target_devices == devices
+
+
+@pytest.mark.parametrize(("devices", "target", "draft"), [(9, 2, 1), (200, 3, 2), (3, 3, 1), (1, 2, 1)])
+def test_devices_are_divided_without_remainder_that_holds_a_target(devices: int, target: int, draft: int) -> None:
+    found = list(divisions(devices, target, draft))
+    for targets, drafts in found:
+        assert targets >= 1
+        assert 0 <= devices - targets * target - drafts * draft < target
+    assert bool(found) == (devices >= target + draft)
+
+
+def recorded() -> dict[float, dict[str, float]]:
+    """Tokens per second of ``results/cpu-threads.txt`` by temperature and layout."""
+    found: dict[float, dict[str, float]] = {}
+    for line in (RESULTS / "cpu-threads.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("learned"):
+            break
+        if line.startswith("temperature "):
+            of_it = found.setdefault(float(line.split()[1]), {})
+        elif ", " in line and not line.startswith("taken by "):
+            of_it[line[:23].strip()] = float(line[23:].split()[0])
+    return found
+
+
+def learned() -> CoreTimes:
+    """The times of one core that ``results/cpu-threads.txt`` ends with."""
+    *_, names, values = (RESULTS / "cpu-threads.txt").read_text(encoding="utf-8").splitlines()
+    assert names.startswith("learned, ms")
+    assert values.startswith("co-located, 1 core ")
+    sizes = re.findall(r"(step|depth) of (\d+)", names)
+    times = [(kind, int(size), float(ms) / 1e3) for (kind, size), ms in zip(sizes, values[23:].split(), strict=True)]
+    steps, depths = ([(size, s) for kind, size, s in times if kind == which] for which in ("step", "depth"))
+    return CoreTimes(StepTable(tuple(steps)), StepTable(tuple(depths)), 0.0)
+
+
+def as_recorded(run: Measurements, rates: Mapping[str, float]) -> dict[str, Prediction]:
+    """Forecasts for two cores at the plain rates of the table, by its rows.
+
+    The times of one core are those that the table ends with, in the proportion of a plain step. Acceptance, a separate
+    draft, its link and the gap are those of another run of the same pair, in that proportion there. The target's steps
+    of two threads are those of one by the ratio of the two plain rows, whatever their tokens; those of the draft are as
+    on one core.
+    """
+    system, one = run.system, learned()
+    slower = plain(system, Load(1, 1)).tokens_per_s / rates["plain, 1 core"]
+    assert system.path is not None
+    gap_s = system.gap_s * slower
+    faster = (1.0 / rates["plain, 1 core"] - gap_s) / one.target.seconds(1)
+    target, inside = one.target.times(faster), one.draft.times(faster)
+    shared = target.times(rates["plain, 1 core"] / rates["plain, 2 threads"])
+    periods = [CoreTimes(steps, inside, gap_s).period for steps in (target, shared)]
+    where = Site(periods[0], 2, 1, 1, link_s=system.link_s * slower, shared={2: periods[1]})
+    draft, path, a = system.draft.times(slower), system.path.times(slower), system.outcomes.acceptance
+    both = [
+        Candidate("co-located", a, inside, in_pool=False, has_siblings=True),
+        Candidate("overlapped", a, draft, in_pool=True, devices=1, path=path),
+    ]
+    of = {(name, n): p for width in where.widths() for name, n, _, p in all_options(width, both)}
+    return {row: of[option] for row, option in ROWS.items()}
+
+
+ROWS = {
+    "plain, 1 core": ("plain", 1),
+    "plain, 2 threads": ("plain", 2),
+    "co-located, 1 core": ("co-located", 1),
+    "co-located, 2 threads": ("co-located", 2),
+    "overlapped, 2 cores": ("overlapped", 1),
+}
+
+
+def test_the_recorded_layouts_of_cores_are_forecast() -> None:
+    """Errors as docs/plan.md states them."""
+    for run in read(RESULTS / "sweep" / "light-1.json"):
+        rates = recorded()[run.temperature]
+        assert set(rates) == set(ROWS)
+        found = {row: predicted.tokens_per_s for row, predicted in as_recorded(run, rates).items()}
+        errors = {row: found[row] / rates[row] - 1 for row in ROWS}
+        assert all(abs(error) < 0.1 for error in errors.values()), (run.temperature, errors)
+        assert sorted(ROWS, key=lambda row: -found[row]) == sorted(rates, key=lambda row: -rates[row])

@@ -18,7 +18,7 @@ import yaml
 
 from paceline.cli.exit import EXIT_DONE
 from paceline.cli.flags import add_model_argument, heads_of, take_model_argument
-from paceline.cli.plan_report import how_to_measure
+from paceline.cli.numbers import POSITIVE, integer, number
 from paceline.cli.table import table, working
 from paceline.config import ServiceConfig
 from paceline.config.methods import DRAFTERS
@@ -46,6 +46,7 @@ _LINK_GB_S = 1.25
 _LOOKUP = StepTable.affine(1e-4, 1e-5)
 """Seconds of a step of a drafter without weights, by its places: Python dictionaries."""
 _MOST_TOKENS = 8
+_COUNT = integer(1, 100_000)
 _ON_HOSTS = "on its target's host"
 _EMBEDDED_HEADS = ("mtp", "eagle3", "medusa")
 
@@ -95,18 +96,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a drafter of your own: its measured acceptance and the milliseconds of one of its forwards",
     )
     group = parser.add_argument_group("service")
-    group.add_argument("--devices", type=_count, default=1, metavar="N", help="of all replicas together (default 1)")
-    group.add_argument("--target-devices", type=_count, default=1, metavar="N", help="of one target (default 1)")
-    group.add_argument("--sessions", type=_count, default=1, metavar="N", help="requests at once (default 1)")
+    group.add_argument("--devices", type=_COUNT, default=1, metavar="N", help="of all replicas together (default 1)")
+    group.add_argument("--target-devices", type=_COUNT, default=1, metavar="N", help="of one target (default 1)")
+    group.add_argument("--sessions", type=_COUNT, default=1, metavar="N", help="requests at once (default 1)")
     group.add_argument(
         "--bandwidth-gb-s",
-        type=_positive,
+        type=POSITIVE,
         metavar="GB/S",
         help=f"at which a device reads weights (default {_BANDWIDTH_GB_S:g}: an H100)",
     )
     group.add_argument(
         "--target-step-ms",
-        type=_positive,
+        type=POSITIVE,
         metavar="MS",
         help="measured step of one token, from which the bandwidth follows (default: weights over bandwidth, "
         "and 0.08 ms a layer)",
@@ -120,21 +121,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--link-gb-s",
-        type=_positive,
+        type=POSITIVE,
         default=_LINK_GB_S,
         metavar="GB/S",
         help=f"from a target to the draft pool, for the states that a head there reads (default {_LINK_GB_S:g})",
     )
     group.add_argument(
         "--kept",
-        type=_share,
+        type=number(0, 1, open_low=True),
         metavar="R",
         help="share of the accepted tokens that heads in the draft pool keep where they draft ahead, of paceline "
         "status (default: they draft in turn with the target)",
     )
     group.add_argument(
         "--host-draft-step-ms",
-        type=_positive,
+        type=POSITIVE,
         metavar="MS",
         help="measured step of the draft on a core of a target's host: compares that layout, too",
     )
@@ -146,36 +147,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prompts-file", type=Path, metavar="FILE", help="prompts of --measure, one a line")
     group.add_argument(
         "--temperature",
-        type=float,
+        type=number(0, 2),
         metavar="T",
         help="of --measure (default 0), or which of --from (default: its first)",
     )
     parser.add_argument("--method", metavar="NAME", help="print the configuration of this one, not of the best")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_advise)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 100_000:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to 100000 is needed")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 is needed")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 and at most 1 is needed")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +229,10 @@ def run_advise(args: argparse.Namespace) -> int:
             print(f"assumed: {device_name}; name yours by --bandwidth-gb-s, or better --target-step-ms")
         print("\n".join(report(site, ranked, acceptances, found, args.kept)))
         if run is not None and site.devices > 1 and site.devices not in site.shared:
-            print(f"not forecast: targets of {site.devices} cores. {how_to_measure([site.devices])}")
+            print(
+                f"not forecast: targets of {site.devices} cores. Their steps were not measured: paceline bench local "
+                f"--cpu-threads {site.devices} --json FILE measures them on such a machine, and --from FILE reads them."
+            )
         print(f"\n# {chosen.name}, of a service (--config); each request: --draft-tokens {chosen.predicted.k}")
         most = tree["target_config"]["engine_kwargs"]["max_sessions"]
         print(f"# max_sessions {most}: --sessions {site.sessions} over --devices {site.devices}; further requests wait")
@@ -311,8 +292,6 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.measure:
         _prompts(args.prompts_file)
-    if args.temperature is not None and not 0 <= args.temperature <= 2:
-        raise ConfigError(f"--temperature is {args.temperature:g}: it must be from 0 to 2")
 
 
 def _trust(tree: dict[str, Any]) -> None:
@@ -353,7 +332,7 @@ def _candidate(
         return replace(found, step=StepTable.affine(step_s, step_s / 8), devices=0, on_target_nodes=True)
     if run is not None and _is_of_run(each):
         shared = {cores: times.draft for cores, times in run.cores.items()}
-        return replace(found, step=run.system.draft, shared=shared, path=run.system.path)
+        return replace(found, step=run.system.draft, shared=shared, path=run.system.path, has_siblings=True)
     if each.method.kind == "plugin":
         return replace(found, step=StepTable.affine(args.plugin.step_s, 0.0))
     found = replace(found, state_bytes=each.state_bytes, riding_rows=each.riding_rows)

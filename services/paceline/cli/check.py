@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.size import gib
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
+from paceline.cli.numbers import number
 from paceline.cli.serve import add_config_flags, read_config
 from paceline.cli.table import table, working
 from paceline.config import ServiceConfig
@@ -44,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device-memory-gib",
-        type=_gib,
+        type=number(0, _MOST_GIB, open_low=True),
         metavar="GIB",
         help="memory of each GPU of the machines that run it: also checks that the models fit; implies --address",
     )
@@ -76,16 +77,6 @@ def run_check(args: argparse.Namespace) -> int:
     else:
         print("\n".join([*report(config, examination), *(() if against is None else compared(args.against, against))]))
     return EXIT_DONE if examination.may_start else EXIT_FAILED
-
-
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= _MOST_GIB:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 and at most {_MOST_GIB} is needed, such as 80")
-    return value
 
 
 def as_json(examination: Examination) -> dict[str, Any]:

@@ -8,28 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
-from paceline.cli.plan_report import (
-    HIT_K,
-    about_head,
-    as_json,
-    layouts_as_json,
-    layouts_report,
-    report,
-    same_devices,
-)
+from paceline.cli.numbers import POSITIVE, integer, number
+from paceline.cli.plan_report import HIT_K, about_head, as_json, report, same_devices
 from paceline.cli.table import working
-from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from paceline.errors import ConfigError
 from paceline.plan import measured
 from paceline.plan.closed_form import Requests, System
 from paceline.plan.devices import Devices, HeadTimes, Way, ways
-from paceline.plan.layouts import Run, best, configuration, layouts
 from paceline.plan.outcomes import LEAST_PATH_PROB, Outcomes
 from paceline.plan.search import (
     MOST_FAN_OUT,
@@ -54,28 +43,6 @@ _DEVICE_COST = 2.5
 _OUTPUT_TOKENS = 256
 _HEAD_TOKENS = 4
 _TARGET_DEVICES, _DRAFT_DEVICES = 4, 1
-_NOT_OF_CORES = (
-    *("requests_per_s", "head_step_ms", "head_row_ms", "head_acceptance", "head_tokens"),
-    *(
-        "trees",
-        "target_devices",
-        "draft_devices",
-        "draft_on_target_nodes",
-        "target_cost_per_hour",
-        "draft_cost_per_hour",
-    ),
-)
-"""Flags that the layouts of CPU cores have no part in."""
-_OTHER_THAN_MEASURED = (
-    "target_step_ms",
-    "draft_step_ms",
-    "draft_path_ms",
-    "link_ms",
-    "acceptance",
-    "hit_rate",
-    "siblings",
-)
-"""Flags that make the prediction differ from the measured run, so that its tokens per second are not shown."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -85,36 +52,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "cost against plain decoding: by a closed form of a round, confirmed by a discrete-event simulation."
     )
     group = parser.add_argument_group("measured times, in ms")
-    group.add_argument("--target-step-ms", type=_number(0, open_low=True), metavar="MS", help="of one token")
+    group.add_argument("--target-step-ms", type=POSITIVE, metavar="MS", help="of one token")
     group.add_argument(
         "--target-row-ms",
-        type=_number(0),
+        type=number(0),
         metavar="MS",
         help=f"each further token (default: 1/{_RIDGE} of a step, an H100 in bf16)",
     )
-    group.add_argument("--draft-step-ms", type=_number(0, open_low=True), metavar="MS", help="tree step of one node")
+    group.add_argument("--draft-step-ms", type=POSITIVE, metavar="MS", help="tree step of one node")
     group.add_argument(
-        "--draft-row-ms", type=_number(0), metavar="MS", help=f"each further node (default: 1/{_RIDGE} of a step)"
+        "--draft-row-ms", type=number(0), metavar="MS", help=f"each further node (default: 1/{_RIDGE} of a step)"
     )
     help_ = "each further token of a path by one call, as on a CPU (default: each token takes a step)"
-    group.add_argument("--draft-path-ms", type=_number(0), metavar="MS", help=help_)
-    group.add_argument("--link-ms", type=_number(0), metavar="MS", help="target to draft, one way (default 0.2)")
+    group.add_argument("--draft-path-ms", type=number(0), metavar="MS", help=help_)
+    group.add_argument("--link-ms", type=number(0), metavar="MS", help="target to draft, one way (default 0.2)")
     group = parser.add_argument_group("measured statistics")
     group.add_argument(
         "--acceptance",
-        type=_number(0, 1, open_high=True),
+        type=number(0, 1, open_high=True),
         metavar="A",
         help="probability that a draft token is accepted, given those before it",
     )
     group.add_argument(
         "--hit-rate",
-        type=_number(0, 1, open_high=True),
+        type=number(0, 1, open_high=True),
         metavar="H",
         help=f"of a draft that is never late, at K={HIT_K} (default: as measured at such an acceptance)",
     )
     group.add_argument(
         "--siblings",
-        type=_number(0, 1, open_high=True),
+        type=number(0, 1, open_high=True),
         metavar="H",
         help="or of the tokens that a draft's first choice misses, the share that the F - 1 next ones hold",
     )
@@ -128,10 +95,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="take times and statistics that are not given from a JSON of paceline bench local",
     )
-    group.add_argument("--at-temperature", type=_number(0), metavar="T", help="which of FILE (default: its first)")
+    group.add_argument("--at-temperature", type=number(0), metavar="T", help="which of FILE (default: its first)")
     group.add_argument(
         "--sharing",
-        type=_number(1),
+        type=number(1),
         default=1.0,
         metavar="F",
         help="factor by which overlapped steps take longer, for cores or memory that both kinds share (default 1)",
@@ -140,56 +107,52 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     help_ = "simulate every node of a tree, not only the chain below each outcome; takes several times as long"
     group.add_argument("--trees", action="store_true", default=None, help=help_)
     help_ = "that a branch of siblings adds to a target's step beyond its tokens (default 0)"
-    group.add_argument("--branch-ms", type=_number(0), metavar="MS", help=help_)
+    group.add_argument("--branch-ms", type=number(0), metavar="MS", help=help_)
     help_ = "rounds in which tokens that the target finds in a session's own text are accepted (default 0)"
-    group.add_argument("--lookup-share", type=_number(0, 1), metavar="P", help=help_)
+    group.add_argument("--lookup-share", type=number(0, 1), metavar="P", help=help_)
     help_ = "probability that such a token is accepted there, given those before it"
-    group.add_argument("--lookup-acceptance", type=_number(0, 1), metavar="A", help=help_)
+    group.add_argument("--lookup-acceptance", type=number(0, 1), metavar="A", help=help_)
     group = parser.add_argument_group("a head of the target, in the place of a draft")
     help_ = "one depth of one session, as paceline status says; being fed is part of the target's step"
-    group.add_argument("--head-step-ms", type=_number(0, open_low=True), metavar="MS", help=help_)
+    group.add_argument("--head-step-ms", type=POSITIVE, metavar="MS", help=help_)
     help_ = f"each further session (default: 1/{_RIDGE} of that)"
-    group.add_argument("--head-row-ms", type=_number(0), metavar="MS", help=help_)
+    group.add_argument("--head-row-ms", type=number(0), metavar="MS", help=help_)
     help_ = "probability that one of its tokens is accepted, given those before it"
-    group.add_argument("--head-acceptance", type=_number(0, 1, open_high=True), metavar="A", help=help_)
+    group.add_argument("--head-acceptance", type=number(0, 1, open_high=True), metavar="A", help=help_)
     help_ = f"the most that it proposes at once (default {_HEAD_TOKENS})"
-    group.add_argument("--head-tokens", type=_count_to(MAX_DRAFT_TOKENS), metavar="N", help=help_)
+    group.add_argument("--head-tokens", type=integer(1, MAX_DRAFT_TOKENS), metavar="N", help=help_)
     group = parser.add_argument_group("keys and values that each step reads, for requests")
-    group.add_argument("--target-kv-kib", type=_number(0), metavar="KIB", help="of a token, in one rank (default 0)")
-    group.add_argument("--draft-kv-kib", type=_number(0), metavar="KIB", help="the same of the draft (default 0)")
+    group.add_argument("--target-kv-kib", type=number(0), metavar="KIB", help="of a token, in one rank (default 0)")
+    group.add_argument("--draft-kv-kib", type=number(0), metavar="KIB", help="the same of the draft (default 0)")
     group.add_argument(
         "--bandwidth-gb-s",
-        type=_number(0, open_low=True),
+        type=POSITIVE,
         metavar="GB/S",
         help=f"at which they are read (default {_BANDWIDTH_GB_S}: an H100)",
     )
     group = parser.add_argument_group("load")
-    group.add_argument("--sessions", type=_count, metavar="N", help="at once")
-    group.add_argument("--requests-per-s", type=_number(0, open_low=True), metavar="R", help="or Poisson arrivals")
+    group.add_argument("--sessions", type=integer(), metavar="N", help="at once")
+    group.add_argument("--requests-per-s", type=POSITIVE, metavar="R", help="or Poisson arrivals")
     group.add_argument(
         "--prompt-tokens",
-        type=_count,
+        type=integer(),
         metavar="N",
         help="of a request; with --sessions, one request follows the other (default: no prompts)",
     )
     group.add_argument(
         "--tokens-per-request",
-        type=_count,
+        type=integer(),
         metavar="N",
         help="output (default 256; with --sessions alone they have no end)",
     )
     group.add_argument(
         "--length-spread",
-        type=_number(0, 4),
+        type=number(0, 4),
         metavar="C",
         help="standard deviation over mean of both lengths, gamma-distributed (default 0)",
     )
-    group.add_argument(
-        "--slo-itl-ms", type=_number(0, open_low=True), metavar="MS", help="the limit; needed without --cpu-cores"
-    )
-    group.add_argument(
-        "--slo-ttft-ms", type=_number(0, open_low=True), metavar="MS", help="of the time to a request's first tokens"
-    )
+    group.add_argument("--slo-itl-ms", type=POSITIVE, metavar="MS", help="the limit (needed)")
+    group.add_argument("--slo-ttft-ms", type=POSITIVE, metavar="MS", help="of the time to a request's first tokens")
     group.add_argument(
         "--slo",
         choices=[o.value for o in Objective],
@@ -200,114 +163,69 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("replicas")
     group.add_argument(
         "--max-sessions",
-        type=_count_to(MOST_TARGET_SESSIONS),
+        type=integer(1, MOST_TARGET_SESSIONS),
         default=64,
         metavar="N",
         help="of a target, by its KV memory (default 64)",
     )
     group.add_argument(
         "--max-step-tokens",
-        type=_count,
+        type=integer(),
         default=256,
         metavar="N",
         help="of a step, prompt chunks and proposals together (default 256)",
     )
     group.add_argument(
-        "--draft-width", type=_count, default=64, metavar="N", help="nodes of a tree step at most (default 64)"
+        "--draft-width", type=integer(), default=64, metavar="N", help="nodes of a tree step at most (default 64)"
     )
-    group.add_argument("--fan-out", type=_count_to(MOST_FAN_OUT), default=6, metavar="F", help="default 6")
+    group.add_argument("--fan-out", type=integer(1, MOST_FAN_OUT), default=6, metavar="F", help="default 6")
     group.add_argument(
         "--tree-budget",
-        type=_count_to(MOST_TREE_BUDGET),
+        type=integer(1, MOST_TREE_BUDGET),
         default=256,
         metavar="N",
         help="nodes per session (default 256)",
     )
     help_ = f"of a node that a draft expands, at least (default {LEAST_PATH_PROB})"
-    group.add_argument("--min-path-prob", type=_number(0, 1, open_low=True), metavar="P", help=help_)
+    group.add_argument("--min-path-prob", type=number(0, 1, open_low=True), metavar="P", help=help_)
     help_ = f"of a target (default {_TARGET_DEVICES})"
-    group.add_argument("--target-devices", type=_count, metavar="N", help=help_)
-    group.add_argument("--draft-devices", type=_count, metavar="N", help=f"of a draft (default {_DRAFT_DEVICES})")
+    group.add_argument("--target-devices", type=integer(), metavar="N", help=help_)
+    group.add_argument("--draft-devices", type=integer(), metavar="N", help=f"of a draft (default {_DRAFT_DEVICES})")
     help_ = "drafts run on cores of the targets' hosts, at most one for each target, and cost nothing more"
     group.add_argument("--draft-on-target-nodes", action="store_const", const=1, help=help_)
     group.add_argument(
-        "--target-cost-per-hour", type=_number(0), metavar="C", help="default 2.50 for each of its devices"
+        "--target-cost-per-hour", type=number(0), metavar="C", help="default 2.50 for each of its devices"
     )
-    group.add_argument("--draft-cost-per-hour", type=_number(0), metavar="C", help="default 2.50 for each")
-    group = parser.add_argument_group("layouts of CPU cores, in the place of a fleet")
-    help_ = "compare replicas, a co-located and a separate draft on N cores, from the measured numbers of threads"
-    group.add_argument("--cpu-cores", type=_count_to(1024), metavar="N", help=help_)
-    help_ = "target of the configuration that is printed (default: the embedded one)"
-    group.add_argument("--target", metavar="ID_OR_PATH", help=help_)
-    group.add_argument("--draft", metavar="ID_OR_PATH", help="its draft (default: the embedded one)")
+    group.add_argument("--draft-cost-per-hour", type=number(0), metavar="C", help="default 2.50 for each")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the simulation (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_plan)
 
 
-def _number(
-    low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
-) -> Callable[[str], float]:
-    """An argument in a range; the message says which."""
-    left = f"above {low:g}" if open_low else f"at least {low:g}"
-    right = "" if high == math.inf else f" and below {high:g}" if open_high else f" and at most {high:g}"
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        inside = (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
-        if not inside or math.isinf(value):
-            raise argparse.ArgumentTypeError(f"{text!r}: a number {left}{right} is needed")
-        return value
-
-    return parse
-
-
-def _count_to(most: int) -> Callable[[str], int]:
-    """A whole number from 1; the message says up to which."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not 1 <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to {most} is needed")
-        return int(text)
-
-    return parse
-
-
-_count = _count_to(1_000_000)
+def _given(args: argparse.Namespace, flag: str) -> Any:
+    """The value of a flag; None: it is not given."""
+    return getattr(args, flag[2:].replace("-", "_"))
 
 
 def _require_all(args: argparse.Namespace) -> None:
-    """Raises one ConfigError that names all missing flags, if flags of more than one kind are missing."""
-    measured_flags = ("--target-step-ms", "--draft-step-ms", "--acceptance")
-    left = [flag for flag in measured_flags if getattr(args, flag[2:].replace("-", "_")) is None]
+    """Raises one ConfigError that names all missing flags."""
     lacking = []
-    if left and not args.source:
-        lacking.append(f"{', '.join(left)} (or --from FILE)")
+    if not args.source:
+        times = [flag for flag in ("--target-step-ms", "--draft-step-ms", "--acceptance") if _given(args, flag) is None]
+        lacking += [f"{', '.join(times)} (or --from FILE)"] if times else []
     if args.sessions is None and args.requests_per_s is None:
         lacking.append("--sessions or --requests-per-s")
-    if args.slo_itl_ms is None and args.cpu_cores is None:
-        lacking.append("--slo-itl-ms (or --cpu-cores)")
-    if len(lacking) > 1:
-        raise ConfigError(f"these are needed: {'; '.join(lacking)}")
+    if args.slo_itl_ms is None:
+        lacking.append("--slo-itl-ms")
+    if lacking:
+        raise ConfigError(f"flags are missing: {'; '.join(lacking)}")
 
 
-def system_of(args: argparse.Namespace) -> tuple[System, Run]:
-    """Reads the flags, fills in missing values from the file, and reads the file's layouts. Raises ConfigError."""
-    found = measured.read_one(args.source, args.at_temperature, "--at-temperature") if args.source else None
-    known = None if found is None else found.system
-    if known is None:
-        missing = [
-            flag
-            for flag in ("--target-step-ms", "--draft-step-ms", "--acceptance")
-            if getattr(args, flag[2:].replace("-", "_")) is None
-        ]
-        if missing:
-            raise ConfigError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed, or --from FILE")
-        if args.at_temperature is not None:
-            raise ConfigError(f"--at-temperature {args.at_temperature:g} is given without --from")
+def system_of(args: argparse.Namespace) -> System:
+    """Reads the flags, and fills in missing values from the file. Raises ConfigError."""
+    known = measured.read_one(args.source, args.at_temperature, "--at-temperature").system if args.source else None
+    if known is None and args.at_temperature is not None:
+        raise ConfigError(f"--at-temperature {args.at_temperature:g} is given without --from")
     target = _steps(args.target_step_ms, args.target_row_ms, known.target if known else None, "--target")
     draft = _steps(args.draft_step_ms, args.draft_row_ms, known.draft if known else None, "--draft")
     path = known.path if known and args.draft_step_ms is None and args.rule == "coupled" else None
@@ -332,7 +250,7 @@ def system_of(args: argparse.Namespace) -> tuple[System, Run]:
         outcomes = outcomes.with_siblings(args.siblings, args.fan_out)
     kv_s = 1024 / 1e9 / (args.bandwidth_gb_s or _BANDWIDTH_GB_S)
     link_s = args.link_ms / 1e3 if args.link_ms is not None else known.link_s if known else 0.0002
-    system = System(
+    return System(
         target,
         draft,
         outcomes,
@@ -349,14 +267,13 @@ def system_of(args: argparse.Namespace) -> tuple[System, Run]:
         sharing=args.sharing,
         **_trees_of(args),
     )
-    return system, Run() if found is None else found.run
 
 
 def _trees_of(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of a system with whole trees; none without ``--trees``. Raises ConfigError."""
     if not args.trees:
         for flag in ("--branch-ms", "--lookup-share", "--lookup-acceptance"):
-            value = getattr(args, flag[2:].replace("-", "_"))
+            value = _given(args, flag)
             if value is not None:
                 raise ConfigError(f"{flag} {value:g} is given without --trees, which alone know of it")
         return {}
@@ -373,8 +290,7 @@ def _trees_of(args: argparse.Namespace) -> dict[str, Any]:
 def head_of(args: argparse.Namespace) -> HeadTimes | None:
     """The head that the flags describe; None: none. Raises ConfigError."""
     given = {
-        flag: getattr(args, flag[2:].replace("-", "_"))
-        for flag in ("--head-step-ms", "--head-acceptance", "--head-row-ms", "--head-tokens")
+        flag: _given(args, flag) for flag in ("--head-step-ms", "--head-acceptance", "--head-row-ms", "--head-tokens")
     }
     if all(value is None for value in given.values()):
         return None
@@ -397,19 +313,18 @@ def _steps(step_ms: float | None, row_ms: float | None, known: StepTable | None,
 
 def wish_of(args: argparse.Namespace) -> Wish:
     """The load and its limit. Raises ConfigError."""
-    if (args.sessions is None) == (args.requests_per_s is None):
-        raise ConfigError("one of --sessions and --requests-per-s is needed, and not both")
+    if args.sessions is not None and args.requests_per_s is not None:
+        raise ConfigError(
+            f"--sessions {args.sessions} is given with --requests-per-s {args.requests_per_s:g}: one of them is allowed"
+        )
     if args.max_sessions > args.max_step_tokens:
         raise ConfigError(
             f"--max-sessions {args.max_sessions} is above --max-step-tokens {args.max_step_tokens}: "
             "a step has at least a token of each session"
         )
-    if args.slo_itl_ms is None and args.cpu_cores is None:
-        raise ConfigError("--slo-itl-ms is needed, or --cpu-cores")
     requests, sessions = requests_of(args), args.sessions
-    limit_s, ttft_limit_s = math.inf if args.slo_itl_ms is None else args.slo_itl_ms / 1e3, math.inf
-    if args.slo_ttft_ms is not None:
-        ttft_limit_s = args.slo_ttft_ms / 1e3
+    limit_s = args.slo_itl_ms / 1e3
+    ttft_limit_s = math.inf if args.slo_ttft_ms is None else args.slo_ttft_ms / 1e3
     if requests is not None and requests.per_s is not None:
         sessions = concurrency(requests, limit_s, min(ttft_limit_s, requests.output_tokens * limit_s))
     near = args.draft_on_target_nodes is not None
@@ -424,7 +339,7 @@ def requests_of(args: argparse.Namespace) -> Requests | None:
         )
     if args.requests_per_s is None and args.prompt_tokens is None and args.tokens_per_request is None:
         for flag in ("--length-spread", "--slo-ttft-ms", "--target-kv-kib", "--draft-kv-kib"):
-            value = getattr(args, flag[2:].replace("-", "_"))
+            value = _given(args, flag)
             if value is not None:
                 raise ConfigError(
                     f"{flag} {value:g} is given for sessions without requests: add --prompt-tokens, "
@@ -450,11 +365,8 @@ def prices_of(args: argparse.Namespace, devices: Devices) -> Prices:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Runs ``paceline plan``."""
-    _check_cores(args)
     _require_all(args)
-    (system, run), wish, head = system_of(args), wish_of(args), head_of(args)
-    if args.cpu_cores is not None:
-        return _plan_cores(args, system, wish, run)
+    system, wish, head = system_of(args), wish_of(args), head_of(args)
     devices = Devices(args.target_devices or _TARGET_DEVICES, _draft_devices(args))
     prices = prices_of(args, devices)
     same: list[Way] = []
@@ -485,42 +397,3 @@ def _draft_devices(args: argparse.Namespace) -> int:
         if value is not None:
             raise ConfigError(f"{flag} {value:g} is given with --draft-on-target-nodes: leave one out")
     return 0
-
-
-def _check_cores(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags of fleets with ``--cpu-cores``, and for its own flags without it."""
-    if args.cpu_cores is None:
-        for name in ("target", "draft"):
-            if getattr(args, name) is not None:
-                raise ConfigError(
-                    f"--{name} {getattr(args, name)} is given without --cpu-cores: only its configuration names models"
-                )
-        return
-    for name in _NOT_OF_CORES:
-        if (value := getattr(args, name)) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value:g} is given with --cpu-cores {args.cpu_cores}, whose layouts are "
-                "of --sessions, a target and a draft model, without prices: leave one out"
-            )
-
-
-def _plan_cores(args: argparse.Namespace, system: System, wish: Wish, run: Run) -> int:
-    """Prints the layouts of the cores and the configuration of the best one. Raises ConfigError for times that are
-    given twice."""
-    for flag in ("--target-step-ms", "--draft-step-ms", "--draft-path-ms"):
-        value = getattr(args, flag[2:].replace("-", "_"))
-        if run.cores and value is not None:
-            raise ConfigError(
-                f"{flag} {value:g} is given with --from {args.source}, which has the times by threads: leave one out"
-            )
-    if any(getattr(args, name) is not None for name in _OTHER_THAN_MEASURED):
-        run = replace(run, tokens_per_s={})
-    found = layouts(system, wish, args.cpu_cores, run)
-    chosen = best(wish, found)
-    models = (args.target or EMBEDDED_TARGET, args.draft or EMBEDDED_DRAFT)
-    tree = None if chosen is None else configuration(system, chosen, *models)
-    if args.json:
-        print(json.dumps(layouts_as_json(system, wish, args.cpu_cores, found, chosen, tree), indent=2))
-    else:
-        print("\n".join(layouts_report(system, wish, args.cpu_cores, found, chosen, tree)))
-    return EXIT_FAILED if chosen is None else EXIT_DONE

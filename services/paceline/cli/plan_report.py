@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +14,6 @@ import yaml
 from paceline.cli.table import table
 from paceline.plan.closed_form import System
 from paceline.plan.devices import Devices, HeadTimes, Way
-from paceline.plan.layouts import Drafting, Layout
 from paceline.plan.search import Fleet, Objective, Prices, Wish, pays, settings_of
 
 HIT_K = 4
@@ -32,7 +31,7 @@ def as_json(
 ) -> dict[str, Any]:
     """The object that ``--json`` prints; null where no fleet keeps the limit, and for what there is none of."""
     found = {
-        "assumptions": _without_none(asdict(system)) | {"prices": asdict(prices)},
+        "assumptions": asdict(system) | {"prices": asdict(prices)},
         "wish": asdict(wish),
         "plain": asdict(plain) if plain else None,
         "overlapped": asdict(overlapped) if overlapped else None,
@@ -52,10 +51,6 @@ def _finite(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [_finite(value) for value in tree]
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
-
-
-def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in tree.items() if not key.startswith("_")}
 
 
 def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, overlapped: Fleet | None) -> Iterator[str]:
@@ -112,87 +107,6 @@ def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, over
 def _limit(wish: Wish) -> str:
     limits = [(wish.limit_s, ""), (wish.ttft_limit_s, " to the first tokens")]
     return " and ".join(f"{seconds * 1e3:g} ms{what}" for seconds, what in limits if seconds < math.inf)
-
-
-def layouts_as_json(
-    system: System,
-    wish: Wish,
-    cores: int,
-    found: Sequence[Layout],
-    chosen: Layout | None,
-    tree: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The object that ``--json`` prints of ``--cpu-cores``."""
-    finite: dict[str, Any] = _finite(
-        {
-            "assumptions": _without_none(asdict(system)),
-            "wish": asdict(wish),
-            "cores": cores,
-            "layouts": [{"name": layout.name, **asdict(layout)} for layout in found],
-            "best": chosen and chosen.name,
-            "config": tree,
-        }
-    )
-    return finite
-
-
-def layouts_report(
-    system: System,
-    wish: Wish,
-    cores: int,
-    found: Sequence[Layout],
-    chosen: Layout | None,
-    tree: Mapping[str, Any] | None,
-) -> Iterator[str]:
-    """The lines that are printed of ``--cpu-cores``."""
-    yield from _assumptions(system, wish)
-    yield ""
-    forecast = [(layout, layout.predicted) for layout in found if layout.predicted is not None]
-    base = next((p for layout, p in forecast if (layout.drafting, layout.threads) == (Drafting.PLAIN, 1)), None)
-    rows: list[tuple[str, ...]] = [(f"layout of {_number_of(cores, 'core')}", *_LAYOUT_HEADER)]
-    rows += [
-        (
-            layout.name,
-            str(predicted.k or "-"),
-            f"{predicted.tokens_per_round:.2f}",
-            f"{predicted.itl_s * 1e3:.3g}",
-            f"{predicted.tokens_per_s:,.1f}",
-            "-" if layout.measured is None else f"{layout.measured:,.1f}",
-            "-" if base is None else f"{predicted.tokens_per_s / base.tokens_per_s:.2f}",
-        )
-        for layout, predicted in forecast
-    ]
-    yield from table(rows, sys.stdout)
-    unknown = [layout for layout in found if layout.predicted is None]
-    if unknown:
-        yield ""
-        yield f"not forecast: {'; '.join(layout.name for layout in unknown)}"
-        yield how_to_measure({layout.threads for layout in unknown})
-    if chosen is None or tree is None:
-        yield ""
-        yield (
-            f"No layout keeps {_limit(wish)}."
-            if rows[1:]
-            else f"No layout holds {_number_of(wish.sessions, 'session')}, at most {wish.max_sessions} on a target."
-        )
-        return
-    assert chosen.predicted is not None
-    yield ""
-    tokens = f"; each request: --draft-tokens {chosen.predicted.k}" if chosen.predicted.k else ""
-    yield f"# {chosen.name}, of a service (--config){tokens}"
-    yield from yaml.safe_dump(tree, sort_keys=False).splitlines()
-
-
-def how_to_measure(threads: Iterable[int]) -> str:
-    """The sentence about numbers of threads that were not measured."""
-    listed = ",".join(map(str, sorted(threads)))
-    return (
-        "No step with this number of threads was measured. Measure it on such a machine with paceline bench local "
-        f"--cpu-threads {listed} --json FILE, and read the file with --from FILE."
-    )
-
-
-_LAYOUT_HEADER = ("K", "tok/round", "ms/token", "tokens/s", "measured", "x plain, 1 core")
 
 
 def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:
@@ -281,7 +195,7 @@ def _assumptions(system: System, wish: Wish) -> Iterator[str]:
         load = f"{load}, of" if requests.per_s is None else f"{requests.per_s:g} requests/s of"
         load += f" {requests.prompt_tokens} + {requests.output_tokens} tokens"
         load += f" (spread {requests.spread:g})" if requests.spread else ""
-    limit = f"{what} at most {wish.limit_s * 1e3:g} ms" if wish.limit_s < math.inf else "no limit"
+    limit = f"{what} at most {wish.limit_s * 1e3:g} ms"
     if wish.ttft_limit_s < math.inf:
         kind = "mean" if wish.objective is Objective.MEAN else "99th percentile of the"
         limit += f", {kind} time to first tokens at most {wish.ttft_limit_s * 1e3:g} ms"

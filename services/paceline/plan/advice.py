@@ -9,16 +9,28 @@ products of a target, in the numbers that were measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.plan.closed_form import Load, Prediction, System, colocated, overlapped, plain, sequential
-from paceline.plan.layouts import divisions
+from paceline.plan.closed_form import (
+    MOST_LEAVES,
+    RANKED,
+    Load,
+    Prediction,
+    System,
+    colocated,
+    overlapped,
+    plain,
+    sequential,
+)
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.times import StepTable
 
 _AS_GOOD = 0.999
 """Draft lengths K within this share of the best count as equal, and the least of them is taken."""
+_MOST_SPLITS = 12
+"""Numbers of drafts that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,8 @@ class Candidate:
     its tokens takes a forward."""
     on_target_nodes: bool = False
     """Each target has one draft on its own node."""
+    has_siblings: bool = False
+    """Inside a target it drafts several candidates for each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +120,7 @@ def forecasts(site: Site, candidates: Sequence[Candidate]) -> list[Forecast]:
 
     Candidates whose replicas need a device where the targets leave none are missing.
     """
-    found = [one for width in site.widths() for one in _all(width, candidates)]
+    found = [one for width in site.widths() for one in all_options(width, candidates)]
     best: dict[str, Forecast] = {}
     base = max(p.tokens_per_s for name, *_, p in found if name == "plain")
     for name, devices, load, p in found:
@@ -115,7 +129,8 @@ def forecasts(site: Site, candidates: Sequence[Candidate]) -> list[Forecast]:
     return sorted(best.values(), key=lambda each: -each.times_plain)
 
 
-def _all(site: Site, candidates: Sequence[Candidate]) -> Iterator[tuple[str, int, Load, Prediction]]:
+def all_options(site: Site, candidates: Sequence[Candidate]) -> Iterator[tuple[str, int, Load, Prediction]]:
+    """Yields (name, devices of a target, load, prediction) of every division of the devices, at its best K."""
     load = Load(site.sessions, site.targets)
     yield "plain", site.target_devices, load, plain(system_of(site, None), load)
     for candidate in candidates:
@@ -137,6 +152,18 @@ def _loads(site: Site, candidate: Candidate) -> Iterator[Load]:
         return
     for targets, drafts in divisions(site.devices, site.target_devices, candidate.devices):
         yield Load(site.sessions, min(targets, site.sessions), drafts)
+
+
+def divisions(devices: int, target_devices: int, draft_devices: int) -> Iterator[tuple[int, int]]:
+    """Yields ways (targets, drafts) to divide the devices, at least one of each.
+
+    Tries about a dozen numbers of drafts if many are possible.
+    """
+    most = (devices - target_devices) // draft_devices
+    growth = max(1.0, most ** (1 / _MOST_SPLITS)) if most > 0 else 1.0
+    numbers = {math.ceil(growth**i) for i in range(_MOST_SPLITS + 1)} | set(range(1, min(most, _MOST_SPLITS) + 1))
+    for drafts in sorted(n for n in numbers if n <= most):
+        yield (devices - drafts * draft_devices) // target_devices, drafts
 
 
 def predict_load(site: Site, candidate: Candidate, load: Load, k: int) -> Prediction:
@@ -179,6 +206,8 @@ def system_of(site: Site, candidate: Candidate | None, k: int = 1) -> System:
         link_s=site.link_s if candidate.in_pool else 0.0,
         max_step_tokens=max(256, tokens),
     )
+    if candidate.has_siblings and not candidate.in_pool:
+        system = replace(system, ranked=RANKED, most_leaves=MOST_LEAVES)
     return replace(system, colocated=not candidate.in_pool)
 
 

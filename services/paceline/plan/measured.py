@@ -7,13 +7,13 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.errors.files import read_text
-from paceline.plan.closed_form import Load, Prediction, System, predict
-from paceline.plan.layouts import CoreTimes, Drafting, Run, system_on
+from paceline.plan.closed_form import MOST_LEAVES, RANKED, Load, Prediction, System, colocated, plain, predict
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.results import Result
 from paceline.plan.times import StepTable
@@ -40,6 +40,30 @@ class Row:
     hit_rate: float | None
 
 
+class Drafting(StrEnum):
+    """Where a target whose products some cores share gets its drafts."""
+
+    PLAIN = "plain"
+    COLOCATED = "co-located"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTimes:
+    """Times of a target with its products shared among cores, from ``paceline bench local --cpu-threads``."""
+
+    target: StepTable
+    """Seconds of its step by tokens."""
+    draft: StepTable
+    """Seconds of a depth of a draft model in its process, whose products the same cores share, by leaves."""
+    gap_s: float
+    """Between two steps."""
+
+    @property
+    def period(self) -> StepTable:
+        """Seconds from one step to the next, by tokens."""
+        return StepTable(tuple((tokens, seconds + self.gap_s) for tokens, seconds in self.target.points))
+
+
 @dataclass(frozen=True, slots=True)
 class CoreRow:
     """Measured decoding of a target whose products some cores share."""
@@ -52,8 +76,12 @@ class CoreRow:
 
     def predicted(self, measured: Measurements) -> Prediction:
         """The closed form with the times of the same run."""
-        system, mode = system_on(measured.system, measured.cores[self.cores], self.drafting)
-        return predict(system, Load(self.sessions, 1), mode, self.k)
+        times, load = measured.cores[self.cores], Load(self.sessions, 1)
+        system = replace(measured.system, target=times.target, gap_s=times.gap_s)
+        if self.drafting is Drafting.PLAIN:
+            return plain(system, load)
+        inside = replace(system, draft=times.draft, path=None, colocated=True, ranked=RANKED, most_leaves=MOST_LEAVES)
+        return colocated(inside, load, self.k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +95,6 @@ class Measurements:
     """Keyed by the cores that share a target's products; empty: not measured."""
     core_rows: tuple[CoreRow, ...] = ()
     """Tokens per second of the core times."""
-
-    @property
-    def run(self) -> Run:
-        """The measurements by which layouts of cores are chosen."""
-        rates = {(row.drafting, row.cores): row.tokens_per_s for row in self.core_rows}
-        if together := [row.tokens_per_s for row in self.rows if row.mode is Mode.OVERLAPPED]:
-            rates[Drafting.OVERLAPPED, 1] = max(together)
-        return Run(self.cores, self.rows[0].sessions, rates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,16 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from paceline.cli.numbers import integer, number
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
 from paceline_bench.compare.spec import Arm, Spec, arm_of, read_spec
+from paceline_bench.flags import several
 
 if TYPE_CHECKING:
     from paceline_bench.compare.run import Found, Load
@@ -24,23 +26,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", type=Path, metavar="SPEC.yaml", help="see benchmarks/specs")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the file")
     parser.add_argument("--arm", action="append", metavar="NAME", help="only this one and the baseline (repeatable)")
-    parser.add_argument("--sessions", type=_several(int), metavar="N,...", help="requests at once")
-    parser.add_argument("--temperatures", type=_several(float), metavar="T,...")
+    parser.add_argument("--sessions", type=several(integer(1, 1024)), metavar="N,...", help="requests at once")
+    parser.add_argument("--temperatures", type=several(number(0, 100)), metavar="T,...")
     parser.add_argument("--prompts", type=int, metavar="N")
     parser.add_argument("--repeats", type=int, metavar="R")
     parser.add_argument("--max-tokens", type=int, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
-
-
-def _several(kind: type[int | float]) -> Callable[[str], list[Any]]:
-    def several(text: str) -> list[Any]:
-        try:
-            return [kind(part.strip()) for part in text.split(",")]
-        except ValueError as error:
-            numbers = "whole numbers" if kind is int else "numbers"
-            raise argparse.ArgumentTypeError(f"{text!r}: {numbers} with commas between are needed") from error
-
-    return several
 
 
 def run(args: argparse.Namespace) -> int:
