@@ -24,7 +24,7 @@ from paceline_bench.models import ModelLabel, model_labels, with_grown_models
 from paceline_bench.peer_worker import DTYPES as PEER_DTYPES
 from paceline_bench.records import differing
 from paceline_bench.report import documents
-from paceline_bench.report.text import local_text, service_text
+from paceline_bench.report.text import identity, text_of
 from paceline_bench.settings import PARTS, LocalSettings, Peer, RunSettings, ServeSettings, SweepSettings
 from paceline_bench.tasks import GROUPS
 
@@ -148,15 +148,14 @@ def run_local(args: argparse.Namespace) -> int:
         f"{settings.tree_step_tokens or 'the number that costs little more than one'} nodes per draft step; "
         f"drafter {settings.drafter}" + "".join(f", head {head}" for head in settings.heads)
     )
-    print(local_text(labels, settings.dtype, records, title, floor))
+    named = asdict(given) | {role: label.path for role, label in labels.items()}
+    named["peers"] = [peer.engine for peer in given.peers]
+    document = documents.of_local(named, labels, records, floor=floor, timelines=timelines)
+    print(text_of(title, documents.run_of(document)))
     if shared:
         print(f"\n{cores.text(shared)}")
+        document["cores"] = [cores.as_json(record) for record in shared]
     if args.json is not None:
-        named = asdict(given) | {role: label.path for role, label in labels.items()}
-        named["peers"] = [peer.engine for peer in given.peers]
-        document = documents.of_local(named, labels, records, floor=floor, timelines=timelines)
-        if shared:
-            document["cores"] = [cores.as_json(record) for record in shared]
         documents.write(args.json, document)
     return int(differs(records))
 
@@ -197,12 +196,20 @@ def _run_serve(given: ServeSettings, settings: ServeSettings, labels: dict[str, 
     from paceline_bench import serve  # gRPC is for the kinds that need it
 
     outcome = serve.measure(settings)
-    print(service_text(labels, settings, outcome))
+    document = documents.of_service(given.public({role: label.path for role, label in labels.items()}), labels, outcome)
+    print("\n".join([text_of(_title(settings), documents.run_of(document)), *identity(outcome.units)]))
     if file is not None:
-        public = given.public({role: label.path for role, label in labels.items()})
-        documents.write(file, documents.of_service(public, labels, outcome))
+        documents.write(file, document)
     failed = not settings.places and any(unit.failed for unit in outcome.units)
     return int(failed or bool(differing(outcome.units)))
+
+
+def _title(settings: ServeSettings) -> str:
+    loads = f"repeats {settings.repeats}; loads: {'; '.join(load.name for load in settings.loads)}"
+    if not settings.places:
+        assert settings.endpoint is not None, "there is something to measure"
+        return f"{settings.endpoint.url}\n{settings.max_tokens} tokens per request; {loads}"
+    return f"{settings.max_tokens} tokens per request, K={settings.draft_tokens}, coupled acceptance; {loads}"
 
 
 def run_sweep(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from paceline_bench.machine import measure_floor
 from paceline_bench.models import model_labels, with_grown_models
 from paceline_bench.records import differing
 from paceline_bench.report import documents, page, sections
-from paceline_bench.report.text import local_text, service_text
+from paceline_bench.report.text import identity, text_of
 from paceline_bench.settings import PARTS, LocalSettings, ServeSettings, SweepSettings
 from paceline_bench.tasks import GROUPS
 
@@ -83,8 +83,9 @@ class _Sweep:
         outcome = serve.measure(settings)
         self.differs |= bool(differing(outcome.units))
         names = {role: label.path for role, label in labels.items()}
-        self._keep("service", documents.of_service(given.public(names), labels, outcome, "service"))
-        print(service_text(labels, settings, outcome), flush=True)
+        document = documents.of_service(given.public(names), labels, outcome, "service")
+        self._keep("service", document)
+        print(text_of("service", documents.run_of(document)), *identity(outcome.units), sep="\n", flush=True)
 
     def _local(self, **changes: Any) -> LocalSettings:
         ks = {"draft_tokens": _OVERLAPPED_KS, "sequential_draft_tokens": _KS}
@@ -104,7 +105,7 @@ class _Sweep:
                 data = documents.of_local(named, labels, records, floor=floor, timelines=bench.timelines, label=name)
                 self._keep(f"{name}-{load.sessions}" if len(loads) > 1 else name, data)
                 title = f"{name}: {load.sessions} at once, {load.max_tokens} tokens each"
-                print(local_text(labels, load.dtype, records, title, floor), end="\n\n", flush=True)
+                print(text_of(title, documents.run_of(data)), end="\n\n", flush=True)
 
     def _keep(self, name: str, data: dict[str, Any]) -> None:
         file = self.out / f"{name}.json"

@@ -28,8 +28,9 @@ from paceline_bench.arithmetic import (
 from paceline_bench.drafting import Drafting
 from paceline_bench.models import ModelLabel, model_label
 from paceline_bench.records import RequestRecord, RoundRecord
+from paceline_bench.report import documents
 from paceline_bench.report.summaries import best_of, summarize
-from paceline_bench.report.text import local_text
+from paceline_bench.report.text import text_of
 
 
 @pytest.mark.parametrize(
@@ -221,8 +222,10 @@ def test_sequential_is_compared_at_its_best() -> None:
     assert best is not None
     assert best.method == "sequential K=2"
     assert one_token_steps(records) == (None, 0.1)
-    text = local_text({"target": ModelLabel("t", 100, 10)}, "float32", records, "title")
-    assert "overlapped K=8 against sequential K=2, the best of its mode: 1.25" in text
+    settings = {"sessions": 1, "dtype": "float32"}
+    document = documents.of_local(settings, {"target": ModelLabel("t", 100, 10)}, records)
+    text = text_of("title", documents.run_of(document))
+    assert "Over sequential K=2, the fastest of its mode: 1.25." in text
     assert "grown from the embedded pair, stands in for large weights" in text
 
 

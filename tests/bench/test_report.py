@@ -14,7 +14,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.types import Mode
-from paceline_bench.arithmetic import Ratio, interval
+from paceline_bench.arithmetic import interval
 from paceline_bench.latency import latencies
 from paceline_bench.local import devices
 from paceline_bench.machine import bandwidth, floor_s, step_bytes
@@ -190,8 +190,6 @@ def test_what_was_measured_once_has_no_interval(tmp_path: Path) -> None:
         assert (set(speeds.values()) == {"not repeated"}) is said
         assert table[1][7] == "-", "plain over itself has no interval"
     assert forms.ends((153.0, 153.0)) == "not repeated"
-    assert forms.speed_up(Ratio(1.5, 1.5, 1.5, 1.5, 1.5)) == "1.50 (not repeated)"
-    assert forms.speed_up(Ratio(1.5, 1.4, 1.6, 1.3, 1.7)) == "1.50 (1.40-1.60)"
 
 
 def test_series_of_a_plot_differ() -> None:

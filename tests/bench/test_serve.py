@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -38,7 +39,7 @@ from paceline_bench.records import (
 )
 from paceline_bench.report import documents
 from paceline_bench.report.summaries import cells_of
-from paceline_bench.report.text import service_text
+from paceline_bench.report.text import identity, text_of
 from paceline_bench.serve import configurations
 from paceline_bench.settings import ServeSettings
 from paceline_bench.sides import draft_link_s, sum_counters
@@ -153,12 +154,10 @@ def test_a_cell_sums_its_repeats_and_is_set_against_the_others() -> None:
     assert served.causes == {"hit": 8, "token": 8}
     assert served.cached == 0.25
     assert (served.step_s, served.gap_per_step_s, served.hit_gap_per_step_s) == (0.2, 0.02, 0.025)
-    assert served.gap_share == pytest.approx(1 / 9)
     assert served.waited == pytest.approx(0.45)
     assert served.cpu_s_per_token == {"client": 0.05, "target": 0.1}
     assert served.identical.rate == 1.0
     assert cells["service plain"].step_s is None, "its target did not say"
-    assert cells["service plain"].gap_share is None
 
 
 def test_open_loads_and_endpoints_are_kept_apart_and_failures_count() -> None:
@@ -189,12 +188,10 @@ def test_open_loads_and_endpoints_are_kept_apart_and_failures_count() -> None:
     assert theirs.goodput_per_s == pytest.approx(1 / 2), "one of two kept 200 ms to its first token, in two seconds"
     assert cells[3].over_plain is None
     assert cells[3].over_local is None
-    settings = ServeSettings("t", "d", sessions=(2,), rates=(2.0,), goodput={"ttft": 200.0})
     labels = {"target": ModelLabel("t", 100, 10)}
-    text = service_text(labels, settings, Outcome(units, []))
-    assert "failed 1 times: endpoint: EngineError: gone" in text
-    assert "6 of 6 requests" in text
+    assert "6 of 6 requests" in "\n".join(identity(units))
     data = documents.of_service({"goodput": {"ttft": 200.0}}, labels, Outcome(units, []))
+    assert re.search(r"endpoint +1 +EngineError: gone\n", text_of("", documents.run_of(data)))
     assert [c["configuration"] for c in data["cells"]] == ["local plain"]
     assert [c["rate"] for c in data["other_cells"]] == [0.0, 2.0, 2.0]
 
@@ -205,8 +202,7 @@ def test_every_request_is_held_against_the_same_one_by_plain_decoding_in_one_pro
     found = differing(units)
     assert [(unit.configuration.name, request.unit) for unit, request in found] == [("service overlapped", 0)]
     assert all(request.identical is not None for unit in units for request in unit.requests)
-    labels = {"target": ModelLabel("t", 100, 10), "draft": ModelLabel("d", 10, None)}
-    text = service_text(labels, ServeSettings("t", "d"), Outcome(units, []))
+    text = "\n".join(identity(units))
     assert "7 of 8 requests" in text
     assert "DIFFERENT: service overlapped, 2 sessions, temperature 0, repeat 0, request 0 (p0)" in text
 
@@ -215,10 +211,11 @@ def test_the_report_has_a_row_for_each_load_and_says_what_the_service_takes() ->
     units = list(with_identity([_unit(PLAIN), _unit(SERVED, target=COUNTERS), _unit(SERVED, sessions=4)]))
     services = [ServiceFacts(20.0, 0.05, {"target": 2**20, "ray": 2**21}, 17, 0.002)]
     labels = {"target": ModelLabel("t", 100, 10)}
-    text = service_text(labels, ServeSettings("t", "d"), Outcome(units, services))
-    assert "0.05 cores in 17 processes, draft link 2.00 ms there and back; resident MiB: ray 2 target 1" in text
-    assert "grown from the embedded pair, stands in for large weights" in text
     data = json.loads(json.dumps(documents.of_service({}, labels, Outcome(units, services))))
+    text = text_of("title", documents.run_of(data))
+    assert re.search(r"20 +0\.05 +17 +2\.00 +ray 2 target 1\n", text)
+    assert re.search(r"service overlapped +200\.00 +20\.00 +25\.00 +11\.1% +45\.0% +0\.500 ", text)
+    assert "grown from the embedded pair, stands in for large weights" in text
     assert len(data["cells"]) == len(data["units"]) == 3
     assert data["units"][0]["configuration"] == "local plain"
     assert data["units"][0]["requests"][0]["num_tokens"] == 5

@@ -120,12 +120,13 @@ def read_run(path: Path) -> Run:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not valid JSON: {error}") from error
     try:
-        return _run(data, path.stem)
+        return run_of(data, path.stem)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{str(path)!r} is not what paceline bench --json writes: {error!r}") from error
 
 
-def _run(data: Mapping[str, Any], name: str) -> Run:
+def run_of(data: Mapping[str, Any], name: str = "") -> Run:
+    """The run of a document; ``name``: of its file."""
     label = data.get("label") or name
     data["environment"], data["models"], data["settings"]
     if "cells" in data:

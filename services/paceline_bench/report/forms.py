@@ -60,14 +60,6 @@ def ends(values: tuple[float, float], digits: int = 1) -> str:
     return "not repeated" if values[0] == values[1] else f"{values[0]:.{digits}f}-{values[1]:.{digits}f}"
 
 
-def speed_up(value: Ratio | None) -> str:
-    """A ratio with its 95 % interval."""
-    if value is None:
-        return "-"
-    spread = spread_of(value)
-    return f"{value.value:.2f}" if spread == "-" else f"{value.value:.2f} ({spread})"
-
-
 def spread_of(value: Ratio) -> str:
     """The 95 % interval of a ratio; "-" for what is divided by itself."""
     return "-" if value.low == value.high == 1.0 else ends((value.low, value.high), 2)

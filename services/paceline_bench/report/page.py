@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -23,13 +23,19 @@ class Section:
     text: str = ""
     rows: Sequence[Sequence[str]] = ()
     """Rows of the table, the header first."""
-    svg: str = ""
+    draw: Callable[[], str] | None = None
+    """Draws the plot as SVG."""
     group: int = 0
     """Number of leading columns that say which load a row is of: on the page they are a heading of its rows."""
     best: str = ""
     """Header of the column whose largest number is marked among the rows of each group; empty if none is."""
     figures: Sequence[tuple[str, str]] = ()
     """Figures that stand large on the page, each with the sentence that says what it is of."""
+
+    @property
+    def svg(self) -> str:
+        """The plot; empty if there is none."""
+        return "" if self.draw is None else self.draw()
 
     @property
     def anchor(self) -> str:
@@ -72,9 +78,7 @@ def _best_row(section: Section, rows: Sequence[Sequence[str]]) -> int | None:
 
 def to_html(title: str, sections: Sequence[Section]) -> str:
     """One page with the plots inside."""
-    shown = [
-        (replace(s, svg=_themed(_own_ids(s.svg, f"s{number}-"))), list(groups(s))) for number, s in enumerate(sections)
-    ]
+    shown = [(s, list(groups(s)), _themed(_own_ids(s.svg, f"s{number}-"))) for number, s in enumerate(sections)]
     return _template().render(title=title, sections=shown, svg=Markup)
 
 
@@ -111,8 +115,8 @@ def write(directory: Path, title: str, sections: Sequence[Section]) -> list[Path
     plots: list[str | None] = []
     for section in sections:
         name = f"{section.anchor}.svg"
-        plots.append(name if section.svg else None)
-        if section.svg:
+        plots.append(name if section.draw else None)
+        if section.draw:
             (directory / name).write_text(section.svg, encoding="utf-8")
     files = {"report.html": to_html(title, sections), "report.md": to_markdown(title, sections, plots)}
     for name, text in files.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,11 @@ def require_matplotlib() -> Any:
     except ImportError as error:
         raise ConfigError("reports need matplotlib, which is not installed: pip install 'paceline[bench]'") from error
     return matplotlib.figure
+
+
+def later(draw: Callable[..., str], *given: Any) -> Callable[[], str]:
+    """Returns what draws a picture once, when it is first asked for."""
+    return functools.cache(functools.partial(draw, *given))
 
 
 def lines(panels: Mapping[str, Mapping[str, Sequence[Point]]], x_label: str, y_label: str) -> str:

@@ -86,10 +86,10 @@ def throughput(runs: Sequence[LocalRun]) -> Section:
             panel.setdefault(_series(s), []).append(point)
     text = (
         "Decode tokens over decode seconds of all requests. Intervals: 95 % bootstrap over units (the requests that "
-        "ran at once), for x plain in pairs. The plot has each mode at its best K; the table has all.\n"
+        "ran at once), for x plain in pairs. A report plots each mode at its best K.\n"
         "same: requests with the tokens of plain decoding, where that is claimed."
     )
-    drawn = plots.lines(panels, "requests at once", "tokens/s")
+    drawn = plots.later(plots.lines, panels, "requests at once", "tokens/s")
     return Section("Tokens per second by concurrency", text, rows_of(rows), drawn, group=3, best="tokens/s")
 
 
@@ -157,9 +157,9 @@ def latency(runs: Sequence[LocalRun]) -> Section:
         "Milliseconds. TTFT: to the first tokens. E2EL: to the last. TPOT: per request, (E2EL - TTFT) / (tokens - 1). "
         "gap: between two chunks. ITL: per token, the gap for a chunk's first token and 0 for the others in it; "
         "speculation emits bursts, so its median goes to 0 and its 99 % to the time of a round.\n"
-        "The plot has the lowest temperature and each mode at its best K."
+        "A report plots the lowest temperature and each mode at its best K."
     )
-    return Section("Latency percentiles", text, rows_of(rows), plots.percentiles(drawn, METRICS), group=3)
+    return Section("Latency percentiles", text, rows_of(rows), plots.later(plots.percentiles, drawn, METRICS), group=3)
 
 
 def acceptance(runs: Sequence[LocalRun]) -> Section | None:
@@ -183,7 +183,11 @@ def acceptance(runs: Sequence[LocalRun]) -> Section | None:
                     ("after rejection", share(s.after_rejection)),
                     ("after full acceptance", share(s.after_full_acceptance)),
                     ("after no proposal", share(s.after_no_proposal)),
+                    ("target step ms", forms.milliseconds(s.target_step_s)),
+                    ("draft step ms", forms.milliseconds(s.draft_step_s)),
+                    ("its nodes", number(s.draft_step_nodes, 1)),
                     ("rounds by cause", forms.counts(s.causes)),
+                    ("rounds by producer (accepted)", _producers(s)),
                 )
             )
             if run.sessions == min(r.sessions for r in runs if r.label == run.label):
@@ -199,7 +203,7 @@ def acceptance(runs: Sequence[LocalRun]) -> Section | None:
         "proposal count. accepted: accepted draft tokens over proposed ones, without next tokens; it falls as K grows. "
         "Hit: when a step ended, the tree already held a continuation of its outcome."
     )
-    drawn = plots.lines(panels, "temperature", "")
+    drawn = plots.later(plots.lines, panels, "temperature", "")
     return Section("Acceptance and hit rate by temperature", text, rows_of(rows), drawn, group=2)
 
 
@@ -224,10 +228,10 @@ def per_device(runs: Sequence[LocalRun]) -> Section:
                 points.append((_series(s), str(run.sessions), s.stream_tokens_per_s, each))
     text = (
         "A device is a core that a method is given, whether it keeps it busy or not: two for a target with its draft, "
-        "and for two replicas, which at one request leave one idle. Each mode at its best K. The plot has the first "
-        "run's lowest temperature; numbers at the points: requests at once."
+        "and for two replicas, which at one request leave one idle. Each mode at its best K. A report plots the "
+        "first run's lowest temperature; numbers at the points: requests at once."
     )
-    drawn = plots.scatter(points, "a request's tokens/s", "tokens/s per device")
+    drawn = plots.later(plots.scatter, points, "a request's tokens/s", "tokens/s per device")
     title, best = "Per-device throughput and per-request speed", "tokens/s per device"
     return Section(title, text, rows_of(rows), drawn, group=3, best=best)
 
@@ -322,7 +326,7 @@ def timeline(runs: Sequence[LocalRun]) -> Section | None:
         f"steps as the engines recorded them by one clock, from its third round on for {end * 1e3:.0f} ms. overlapped: "
         "the part of the draft's tree steps during which the target worked too, over the whole decoding."
     )
-    return Section("One request in time", text, rows_of(rows), plots.timelines(drawn, 0.0, end))
+    return Section("One request in time", text, rows_of(rows), plots.later(plots.timelines, drawn, 0.0, end))
 
 
 def overlap_s(target: Iterable[Sequence[float]], draft: Iterable[Sequence[float]]) -> float:
@@ -349,6 +353,11 @@ def _best(summaries: Sequence[Summary]) -> list[Summary]:
     """Each mode at its fastest K, in their order."""
     modes = dict.fromkeys(s.mode for s in summaries)
     return [max((s for s in summaries if s.mode == mode), key=lambda s: s.decode_tokens_per_s) for mode in modes]
+
+
+def _producers(s: Summary) -> str:
+    """``draft 40 (71 %), head 12 (35 %)``."""
+    return ", ".join(f"{name} {rounds} ({forms.percent(of.rate)})" for name, (rounds, of) in s.producers.items()) or "-"
 
 
 def _series(s: Summary) -> str:

@@ -222,13 +222,6 @@ class Cell:
     identical: Share
 
     @property
-    def gap_share(self) -> float | None:
-        """Gap on a hit as a share of step and gap together."""
-        if self.step_s is None or self.hit_gap_per_step_s is None:
-            return None
-        return self.hit_gap_per_step_s / (self.step_s + self.hit_gap_per_step_s)
-
-    @property
     def apart(self) -> bool:
         """True for open loads and endpoints, which documents keep separate from our own closed loads."""
         return bool(self.rate) or self.place == ENDPOINT
