@@ -1,9 +1,9 @@
 """Log lines on standard error, for people at the command line and for programs that collect them from a service.
 
 The command line prints one plain sentence per record (``configure``). A service prints one line per record with the
-request, session and replica that it is about (``configure_service``), plain or as a JSON object. Neither a prompt nor
-a text is ever printed: inputs that pydantic quotes are left out, and of an unexpected error in a request only the
-frames are logged (``unexpected``).
+request, session and replica that it is about (``configure_service``), plain or as a JSON object. Prompts and texts are
+never printed: inputs quoted by pydantic are left out, and an unexpected error in a request is logged by its frames
+alone (``unexpected``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.config import LogConfig
 _ROOT = "paceline"
 
 STAGES = "paceline.startup"
-"""Name of the logger of what an engine does while it is built: each record is a stage that begins, at level INFO."""
+"""Name of the logger of start-up stages of engines: each record is the beginning of a stage, at level INFO."""
 BUILT = "ready"
 """The last stage of an engine that was built in a process of its own."""
 
@@ -62,7 +62,7 @@ def narrate(text: str) -> None:
 
 
 class _Sentence(logging.Formatter):
-    """Leaves tracebacks to the debug level: what a user can act on is in the message. An unexpected error in a request
+    """Shows tracebacks at the debug level only: the message says what a user can do. An unexpected error in a request
     is not the user's: its frames are always printed."""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -24,7 +24,7 @@ from paceline.types import FinishReason, PromptLogprobs, Round, SamplingParams, 
 _T = TypeVar("_T")
 
 STATE_BYTES = 2
-"""Bytes of a number of a state on its way: bfloat16, whatever the dtype of the models."""
+"""Bytes per number of a state in transit: bfloat16 for models of any dtype."""
 HINT_BYTES = 8
 """Bytes of a token of a hint: an id and a log probability."""
 MAX_STEP_S = 3600.0
@@ -103,8 +103,8 @@ _FIELDS = attrgetter("node_id", "parent_id", "token_id", "prob", "sampled", "q")
 
 
 class NodeColumns(Sequence[Node]):
-    """The nodes of one message as they arrive, in columns: equal to the tuple of their nodes, of which one is made only
-    when it is asked for. Never changed."""
+    """The nodes of one message as they arrive, in columns. Compares equal to the tuple of its nodes, which are made on
+    access. Never changed."""
 
     __slots__ = ("columns",)
 
@@ -236,7 +236,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """Ends a session on an engine and frees what it holds."""
+    """Ends a session on an engine and frees its resources."""
 
     session_id: str
     epoch: int
@@ -328,8 +328,8 @@ class States:
 
 @record
 class Hint:
-    """Message from the target to a draft, while its upper layers run: which tokens a layer below them finds likely at
-    the places that the step decides. One that is lost, or comes late, costs nothing but its use."""
+    """Message from the target to a draft while its upper layers run: the tokens that a lower layer predicts at the
+    positions of the step. One that is lost, or comes late, costs nothing but its use."""
 
     session_id: str
     epoch: int

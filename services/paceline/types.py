@@ -45,8 +45,8 @@ MAX_SALT_LEN = 256
 MAX_REQUEST_ID_LEN = 256
 """Most characters of a request id."""
 MAX_STRUCTURED_OUTPUT_BYTES = 65536
-"""Most bytes of a schema, a regular expression, a grammar, or of all choices together: what takes longest to compile
-takes a fifth of a second then."""
+"""Most bytes of a schema, a regular expression, a grammar, or of all choices together. Within this bound the slowest
+form compiles in a fifth of a second."""
 
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
 
@@ -75,8 +75,8 @@ class SeedScope(enum.StrEnum):
     """Requests that a seed gives the same noise."""
 
     PROMPT = "prompt"
-    """Requests of the same prompt: the key of the noise is a digest of seed and prompt, so that the samples of
-    different prompts are independent although all have one seed."""
+    """Requests of the same prompt: the key of the noise is a digest of seed and prompt. So samples of different prompts
+    are independent even with one seed."""
     GLOBAL = "global"
     """All requests: the key of the noise is the seed itself. Prompts of one length draw by the same noise then."""
 
@@ -297,8 +297,8 @@ class SamplingParams(_RequestParams):
     """Keeps tokens of at least this share of the largest probability; 0 keeps every token."""
 
     max_tokens: int = Field(default=128, ge=0, lt=MAX_TOKENS)
-    """Maximum output tokens; 0 is allowed only with ``prompt_logprobs``. The default is lowered to what the prompt
-    leaves of the context."""
+    """Maximum output tokens; 0 is allowed only with ``prompt_logprobs``. The default is lowered to the rest of the
+    context after the prompt."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """The output ends with the first of these."""
     include_stop_str_in_output: bool = False
@@ -322,8 +322,9 @@ class SamplingParams(_RequestParams):
     ones."""
 
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    """Likeliest tokens that are reported, with their log probabilities and its own, for the place of each token of the
-    prompt; the target's own ones, whatever ``logprobs_mode`` says. None: the prompt has no log probabilities."""
+    """Number of likeliest tokens to report at each position of the prompt, with their log probabilities and the prompt
+    token's own. They are always the target's raw ones; ``logprobs_mode`` does not apply. None: the prompt has no log
+    probabilities."""
 
     @property
     def _shows_prompt(self) -> bool:
@@ -355,7 +356,7 @@ class SamplingParams(_RequestParams):
     def with_defaults(self, defaults: SamplingParams) -> Self:
         """Returns these parameters; values set in ``defaults`` fill the ones that are not set here.
 
-        ``model_fields_set`` still names what the client has given.
+        ``model_fields_set`` still names the client's fields.
 
         Raises:
             InvalidRequestError: ``min_tokens`` exceeds the ``max_tokens`` of the defaults.
@@ -583,7 +584,7 @@ def speculation_arguments(fields: Mapping[str, Any], enabled: bool | None) -> di
 def as_prompt(prompt: Any) -> str | tuple[int, ...]:
     """A prompt as a request holds it: text, or the token ids of any sequence of whole numbers.
 
-    Raises InvalidRequestError for bytes and for whatever is neither.
+    Raises InvalidRequestError for bytes and any other type.
     """
     if isinstance(prompt, str):
         return prompt
@@ -598,7 +599,7 @@ def as_prompt(prompt: Any) -> str | tuple[int, ...]:
 def as_stop_strings(stop: Any) -> tuple[str, ...]:
     """Stop strings as a request holds them: one text is one stop string, None is none.
 
-    Raises InvalidRequestError for an empty one and for whatever is neither text nor a sequence of texts.
+    Raises InvalidRequestError for an empty text and for any other type than text or a sequence of texts.
     """
     if stop is None:
         return ()
@@ -714,8 +715,8 @@ or no target."""
 
 
 def restored(self: Any, state: Sequence[Any]) -> None:
-    """Unpickles a state that another version may have pickled, as ``__setstate__`` of a dataclass whose new fields come
-    last: missing fields get their defaults, and unknown ones are dropped."""
+    """``__setstate__`` of a dataclass whose new fields come last, for states pickled by another version: missing fields
+    get their defaults, and unknown ones are dropped."""
     own: tuple[Any, ...] = fields(self)
     for each, value in zip(own, state, strict=False):
         object.__setattr__(self, each.name, value)

@@ -1,9 +1,8 @@
 """Separates growing answers into content, reasoning and tool calls, by the regions of a format.
 
-An answer is read as a text in which each token that is a mark of the format is one code point of its own, a lone
-surrogate. So a mark that is a token is never mistaken for its text spelled out, and a mark that no token of the
-tokenizer stands for is found as text. What is read does not depend on how the text is cut: the parser decides nothing
-that more text could change.
+In the text of an answer, each token that is a mark of the format becomes one code point, a lone surrogate. So a mark
+token is never confused with the same text spelled out. A mark without a token is found as text. What is read does not
+depend on how the text is cut: the parser decides nothing that more text could change.
 """
 
 from __future__ import annotations
@@ -155,7 +154,7 @@ class AnswerParser:
         self._blank = True  # nothing but blanks outside calls since the beginning, or the last call
         self._implied: _Rule | None = None
         self.cuts_call = False
-        """True once an answer has ended within a call of which something was said."""
+        """True once an answer has ended inside a call that has been streamed in part."""
         for _ in self._run(ended=False):
             pass
         opened = any(r.region.kind == "reasoning" and r.opens.search(begun) for r in rules)
@@ -169,7 +168,7 @@ class AnswerParser:
         return self._implied is not None or (self._open is not None and self._open.rule.region.kind == "reasoning")
 
     def feed(self, text: str, *, ended: bool = False) -> list[Said]:
-        """Adds text; returns what is decided now. ``ended``: no more text will come."""
+        """Adds text and returns the parts that it decides. ``ended``: no more text will come."""
         self._text += text
         said = list(self._run(ended=ended))
         if self._at > _KEPT_CHARS:  # a call that is open begins at this place
@@ -285,7 +284,8 @@ class AnswerParser:
         return said
 
     def _within_call(self, ended: bool) -> list[Said] | None:
-        """The calls of the open region, whole ones or as they come; what is none is read again, as something else."""
+        """The calls of the open region, complete or as they stream. Text that is no call is read again as another
+        region."""
         open_ = self._open
         assert open_ is not None
         said = self._arguments(open_)

@@ -55,7 +55,7 @@ class Known:
             return ()
 
     def mended(self, name: str, arguments: Any) -> Any:
-        """Arguments of JSON, in which text where no text is allowed becomes what it says."""
+        """Arguments of JSON; a string becomes the value that it spells if the schema allows no string."""
         if not isinstance(arguments, dict):
             return arguments
         wrong = {
@@ -115,7 +115,7 @@ class PreparedReader(Protocol):
     """Reads the calls of a region, for one tokenizer."""
 
     def read(self, body: str, groups: Mapping[str, str], known: Known) -> list[Call]:
-        """The calls of a text. ``groups``: what the pattern of its beginning has named.
+        """The calls of a text. ``groups``: named groups of the pattern of its beginning.
 
         Raises NoCallError, and UnfinishedCallError if a longer text may be a call.
         """

@@ -117,7 +117,7 @@ class ChatTemplate:
     ) -> str:
         """The end of a rendered chat that belongs to its answer, such as an opened thought or the message continued.
 
-        It is what the chat without it lacks.
+        It is the part that the chat without the message lacks.
         """
         continues = bool(options.get("continue_final_message"))
         if not self.format.regions or not (continues or options.get("add_generation_prompt")):
@@ -172,7 +172,8 @@ class ChatTemplate:
 
 
 def _as_read(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """A message whose reasoning has the name that the template reads, and whose arguments can be joined to text."""
+    """A message with reasoning under the name that the template reads, and with arguments that can be joined to
+    text."""
     if "reasoning_content" in message and "reasoning_content" not in _fields(template):
         name = next((key for key in _REASONING_KEYS if key in _fields(template)), None)
         if name is not None:

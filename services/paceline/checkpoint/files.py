@@ -250,8 +250,8 @@ def _text_part(config: Any, architecture: str) -> str:
 def context_length(config: Any) -> int | None:
     """The longest context in tokens that a configuration names.
 
-    YaRN stretches the context that the model was trained for, ``original_max_position_embeddings``, by its ``factor``,
-    and a model card that has users add it leaves ``max_position_embeddings`` as it was.
+    YaRN stretches the trained context, ``original_max_position_embeddings``, by its ``factor``. Model cards that have
+    users add it leave ``max_position_embeddings`` unchanged.
     """
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int):

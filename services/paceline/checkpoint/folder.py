@@ -47,7 +47,7 @@ def require_path(path: str) -> None:
 
 
 def _names_a_path(path: str) -> bool:
-    """True for what is no id of the hub: written as a path, below a directory of this machine, or named as a file."""
+    """True for a path rather than an id of the hub: written as one, below a local directory, or named like a file."""
     if path.startswith(("/", ".", "~")) or path.endswith(("/", *_FILES)) or "\\" in path or path.count("/") > 1:
         return True
     owner, slash, _ = path.partition("/")
@@ -110,10 +110,10 @@ def _cached(repo: str, file: str) -> str | None:
 
 
 def folder_of(source: str) -> Path | None:
-    """The directory of a checkpoint by its path: itself, one in which transformers knows its model and tokenizer, or
-    the one that describes GGUF files, which may be in the hub's cache. None if there is none.
+    """The directory of a checkpoint; None if there is none. It is the path itself, a translated copy that transformers
+    can read, or the directory that describes GGUF files, also in the hub's cache.
 
-    Raises ConfigError for a GGUF file or a tokenizer that is damaged, or holds what is not read.
+    Raises ConfigError for a GGUF file or a tokenizer that is damaged or not supported.
     """
     path = place_of(source)
     if (on_hub := gguf_on_hub(source)) is not None and not path.exists():
@@ -164,7 +164,7 @@ def read_optional_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the text model within that of a model of several kinds of input; else ``config`` itself.
+    """The configuration of the text model in a multimodal model's configuration; else ``config`` itself.
 
     Raises:
         ConfigError: it is not a mapping of keys.

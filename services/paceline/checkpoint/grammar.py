@@ -53,7 +53,7 @@ _UNFORCED = '%llguidance {"no_forcing": true}'
 Otherwise the library follows text without an alternative to its end, which may never come and has no bound.
 """
 _EXCERPT = re.compile(r"^at 1\(8\): failed to compile JSON schema: | 1 \| start: %json .*| \d+ \| %llguidance .*")
-"""Parts of a reason that quote what the request does not hold."""
+"""Parts of a reason that quote text which is not the request's."""
 _ATTRIBUTE = re.compile(r"^[ \t]*[A-Za-z_]\w*\[[^\]\n]*\b(temperature|max_tokens)\s*=", re.MULTILINE)
 """Attributes of a Lark rule that ask for more than a form."""
 
@@ -66,7 +66,7 @@ class _Compiled(NamedTuple):
 
 
 class Grammars:
-    """Compiles structured outputs for one vocabulary, and keeps what it has compiled. Thread-safe."""
+    """Compiles structured outputs for one vocabulary, and caches the results. Thread-safe."""
 
     def __init__(
         self,
@@ -141,9 +141,9 @@ class Grammars:
         """The state of a session whose output is ``token_ids`` so far.
 
         Args:
-            form: what the output must be.
+            form: the form of the output.
             token_ids: the output so far.
-            salt: what was compiled is kept for sessions of the same one.
+            salt: sessions of the same salt share compiled grammars.
             lenient: places that exceed the bounds of a step are left unconstrained, as a draft may.
 
         Raises:

@@ -165,7 +165,7 @@ class Matcher:
         return masks
 
     def ready(self) -> bool:
-        """True: its work is done when it is asked for a mask."""
+        """True: nothing has to be awaited before a mask is requested."""
         return True
 
     @property

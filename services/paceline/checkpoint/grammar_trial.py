@@ -41,7 +41,7 @@ MAX_WAITING = 32
 MAX_ADDRESS_BYTES = 512 << 20
 """Address space of a trial beyond what its process has; allocators reserve more than they use."""
 _STACK_BYTES = 4 << 20
-"""Half of what the threads of engines have, so what fits here does not exhaust theirs."""
+"""Half the stack of an engine's thread: a form that fits here does not exhaust that one."""
 _NUM_TOKENS = 24
 MAX_WALL_S = 5.0
 """Time for one trial; on a machine that is not overloaded its CPU time ends it long before."""

@@ -65,7 +65,7 @@ class MaskThread:
         return True
 
     def close(self) -> None:
-        """Drops what has not begun. Idempotent."""
+        """Drops jobs that have not begun. Idempotent."""
         with contextlib.suppress(Empty):
             while (waiting := self._jobs.get_nowait()) is not None:
                 waiting[0].cancel()
@@ -143,7 +143,8 @@ class PacedMatcher:
         return self._fault or ("" if self._matcher is None else self._matcher.failure)
 
     def append(self, token_ids: Sequence[int]) -> bool:
-        """Commits tokens, which are consumed before the next mask. True: what was not allowed fails there."""
+        """Commits tokens, which are consumed before the next mask. Always true: a forbidden token fails at that
+        mask."""
         self._tokens += token_ids
         return True
 

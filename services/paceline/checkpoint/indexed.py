@@ -1,4 +1,4 @@
-"""The indexers of a model, from its configuration: what they keep, and what does not run with them. Free of torch."""
+"""The indexers of a model, from its configuration: their memory, and the options that they exclude. Free of torch."""
 
 from __future__ import annotations
 

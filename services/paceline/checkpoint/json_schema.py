@@ -1,6 +1,6 @@
 """Which JSON Schemas can be compiled: keywords that are neither known here nor mere comments are refused by name.
 
-Refusals of values, combinations, formats and references are left to the compiler, which names what it finds.
+The compiler refuses unsupported values, combinations, formats and references by name.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _COMMENTS = frozenset(
     }
 )
 _UNENFORCED = frozenset({"uniqueItems"})
-"""Keywords that are accepted although no grammar can hold a list to them: pydantic writes one for every set, and makes
-the set itself of what comes."""
+"""Keywords that are accepted although no grammar can enforce them: pydantic writes one for every set, and removes
+duplicates itself."""
 _EXTENSION = "x-"
 _EITHER = ("anyOf", "oneOf")
 _OWN_EXTENSION = "x-guidance"
@@ -77,8 +77,8 @@ def check_parsed(schema: Mapping[str, Any], name: str = _NAME) -> None:
 
 
 def as_compiled(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema as its compiler takes it: without keywords that only describe, and with ``oneOf`` of tagged objects as
-    ``anyOf``, which is the same for parts that no value has in common."""
+    """The schema as its compiler takes it, without keywords that only describe. ``oneOf`` of tagged objects becomes
+    ``anyOf``, which is equivalent if no value matches two of them."""
     return cast("dict[str, Any]", _as_compiled(schema, schema))
 
 

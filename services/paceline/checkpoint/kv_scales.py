@@ -1,8 +1,8 @@
 """Scales of keys and values that a checkpoint brings for a KV cache in FP8. Free of torch.
 
-A number is kept as ``number / scale``, rounded to FP8, and stands for what is kept times the scale. Checkpoints of
-compressed-tensors, NVIDIA's Model Optimizer and others that were calibrated for vLLM store one scale of a layer's keys
-and one of its values, in its attention or in its projections.
+A number is stored as ``number / scale``, rounded to FP8, and read as the stored value times the scale. Checkpoints
+calibrated for vLLM, such as those of compressed-tensors and NVIDIA's Model Optimizer, store two scales per layer: one
+for keys and one for values. They are found in the attention or in its projections.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(
     r"(?:^|\.)layers\.(?P<layer>\d+)\.\w+\.(?:attn\.)?"
     r"(?:(?:(?:[kv]|qkv)_proj\.)?(?P<of>[kv]|kv)_scale|(?P<projection>[kv])_proj\.output_scale)$"
 )
-"""A scale of keys (``k``), values (``v``) or both: its layer, and of what it is."""
+"""Name of a scale: its layer, and whether it is for keys (``k``), values (``v``) or both."""
 _OTHERS = ("mtp.", "vision", "visual", "audio", "encoder")
 """Parts of the names of tensors that belong to other layers than the model's own."""
 _STORED = {"F64": "<d", "F32": "<f", "F16": "<e", "BF16": "<f"}
@@ -97,7 +97,7 @@ def described(checkpoint: Checkpoint) -> str:
 
 
 def _names(entries: Collection[str]) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """The scales among tensors: the name -> the layer, and of what it is in ``KVScales``."""
+    """The scales among tensors: name -> (layer, field of ``KVScales``)."""
     found = {}
     for name in entries:
         if (match := _NAME.search(name)) is not None and not any(part in name for part in _OTHERS):

@@ -1,4 +1,5 @@
-"""The linear layers of a model, from its configuration: how many, what they keep, and what does not run with them."""
+"""The linear layers of a model, from its configuration: their number, their memory, and the options that they
+exclude."""
 
 from __future__ import annotations
 
@@ -180,7 +181,7 @@ _FAMILIES = {
 
 
 def linear_layers(config: Mapping[str, Any]) -> LinearLayers | None:
-    """The linear layers of a configuration; None: it has none of which this is known."""
+    """The linear layers of a configuration; None: it has none of a known kind."""
     text = text_config(config)
     names = _FAMILIES.get(text.get("model_type") or "")
     if names is None:
@@ -244,8 +245,8 @@ def why_not_runnable(
     state_slots: int | None = None,
     kv_cache_dtype: str = "auto",
 ) -> tuple[str, str] | None:
-    """The option with which a model with linear, indexed or compressed layers cannot run, and why not, which continues
-    a sentence that begins with the option; None: it has no such layers or can run.
+    """The option that a model with linear, indexed or compressed layers does not support, and the reason as a clause
+    that follows the option's name. None: the model has no such layers, or can run.
 
     Args:
         config: the model's.

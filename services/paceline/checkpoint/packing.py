@@ -1,7 +1,7 @@
 """Quantized weights that are dequantized while they are read: how published formats store them. Free of torch.
 
-A weight is stored as several tensors whose names are its *stem* and an ending: its *codes*, small numbers that are
-perhaps packed into words, its scales, and perhaps its zero points and the group of each input. The weight is::
+A weight is stored as several tensors, named by its *stem* and an ending. They are its *codes* (small numbers, which may
+be packed into words), its scales, and possibly its zero points and the group of each input. The weight is::
 
     (codes - zeros) * scales        or, of four-bit floats,        values[codes] * scales * second scale
 
@@ -184,8 +184,8 @@ class Packing:
         return found
 
     def is_ordered(self, stem: str, names: Collection[str]) -> bool:
-        """True if the groups of a weight are perhaps not of neighbors: it is kept with its inputs in another order, by
-        ranks that have all of these."""
+        """True if groups of a weight may not be of neighboring inputs. Such a weight is stored with reordered inputs,
+        on ranks that hold all inputs."""
         return bool(self.groups) and stem + self.groups in names and not self.in_order
 
     def _format(self, stem: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Format | None:
@@ -272,8 +272,8 @@ class Packing:
 
 
 def factor(exponent: int, wider: int = 8) -> float:
-    """The factor of scales by which an exponent of as many bits in the place of one of ``wider`` bits is made that one;
-    8 are a float32's."""
+    """The factor that corrects scales if an exponent of ``exponent`` bits is read as one of ``wider`` bits; float32 has
+    8."""
     return 2.0 ** (2 ** (wider - 1) - 2 ** (exponent - 1)) if exponent else 1.0
 
 
@@ -290,8 +290,8 @@ def why_not_dequantized(config: Mapping[str, Any]) -> str:
 
 
 def why_whole(config: Mapping[str, Any] | None, name: str) -> str | None:
-    """Says why ranks cannot share a model, as a clause: they read slices of plain weights, or of what they dequantize.
-    None: they can.
+    """Says why ranks cannot share a model, as a clause; None: they can. Ranks read slices of plain or dequantized
+    weights.
 
     Args:
         config: the ``quantization_config`` of the checkpoint, if it has one.
@@ -307,8 +307,8 @@ def why_whole(config: Mapping[str, Any] | None, name: str) -> str | None:
 def count_scaled(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None, model_type: str = ""
 ) -> tuple[int, int, int, int]:
-    """Numbers of the weights that a GPU multiplies as they are stored, their bytes there, the bytes that it saves only
-    where it is alone, and numbers of all quantized weights.
+    """Counts, for weights that a GPU multiplies as stored: numbers, bytes on the GPU, and bytes saved only on a single
+    GPU. The last count is the numbers of all quantized weights.
 
     Args:
         tensors: as for ``count_packed``.

@@ -1,4 +1,4 @@
-"""Quantized weights: which method runs where, what it needs, and how many bytes it takes. Free of torch.
+"""Quantized weights: where each method runs, its requirements and its memory. Free of torch.
 
 A checkpoint may come quantized, by any method that transformers loads; or its weights are quantized while they are
 loaded (``ModelOptions.quantization``). Either way what runs is the target, and speculation reproduces it.

@@ -2,7 +2,7 @@
 
 transformers changes from the short factors to the long ones when a sequence grows longer than the context that the
 model was trained for first. Keys that were written before then have other angles, and a batch has one set. A service
-has one set for all sessions: the long one if a session may grow so long.
+uses one set for all sessions: the long one if a session may exceed the original context.
 """
 
 from __future__ import annotations

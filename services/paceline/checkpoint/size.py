@@ -44,7 +44,7 @@ class ModelSize:
     vocab_size: int = 0
     """Rows of the output layer."""
     num_whole: int = 0
-    """Parameters that every rank holds: norms, and whatever else is not a matrix."""
+    """Parameters that every rank holds: norms and everything else that is not a matrix."""
     num_kv_heads: int = 1
     """Attention heads that keep keys and values, in one layer; 1: also of latents, which all heads share."""
     num_heads: int = 0

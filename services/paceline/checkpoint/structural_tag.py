@@ -1,7 +1,7 @@
 """Structural tags, the form of output that xgrammar and vLLM define for tool calls, as a Lark grammar of llguidance.
 
-A structural tag is a tree of formats: text as it is, JSON of a schema, tags (``begin``, a format, ``end``), and text
-that is free until a trigger demands one of several tags. Both spellings are read: ``{"format": ...}`` and the older
+A structural tag is a tree of formats: literal text, JSON of a schema, tags (``begin``, a format, ``end``), and free
+text in which a trigger starts one of several tags. Both spellings are read: ``{"format": ...}`` and the older
 ``{"structures": [...], "triggers": [...]}``.
 """
 
@@ -201,14 +201,14 @@ class _Grammar:
         )
 
     def _rule(self, body: str, kind: str = "r") -> str:
-        """The name of the rule that ends so: attributes, a colon, and what it derives. ``T``: of a terminal."""
+        """The name of the rule with this body: attributes, a colon and its right side. ``T``: of a terminal."""
         return self._names.setdefault(body, f"{kind}{len(self._names)}")
 
     def _text(self, text: str) -> str:
         return " ".join(map(self._piece, self._pieces(text)))
 
     def _pieces(self, text: str) -> list[str]:
-        """Parts of a text: special tokens, and what is between them."""
+        """Parts of a text: special tokens, and the text between them."""
         found, at = [], 0
         for special in self._split.finditer(text):
             found += [text[at : special.start()], special.group()]

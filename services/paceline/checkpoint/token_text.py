@@ -121,7 +121,7 @@ def _byte_level() -> dict[str, int]:
 
 
 class Detokenizer(Protocol):
-    """Incremental text of a growing token sequence: what is returned is decided and never changes."""
+    """Incremental text of a growing token sequence. Text that was returned never changes."""
 
     num_chars: int
     """Characters returned so far."""
@@ -131,7 +131,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """The text of what is still undecided, without an incomplete last character."""
+        """Returns the undecided text, without an incomplete last character."""
         ...
 
     def place(self, token_id: int) -> int:
@@ -213,7 +213,7 @@ class WindowDetokenizer:
         return self._advance(text)
 
     def flush(self) -> str:
-        """The text of what is still undecided (``Detokenizer.flush``)."""
+        """Returns the undecided text (``Detokenizer.flush``)."""
         if self._read == len(self._ids):
             return ""
         return self._advance(self.decode_last(self._ids)).rstrip(_INCOMPLETE)

@@ -60,7 +60,7 @@ class JsonTokenizer:
         return added
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with whatever special tokens belong around a prompt."""
+        """Token ids, with the special tokens that belong around a prompt."""
         return _encoded(self.backend_tokenizer, text, special=True)
 
     def get_vocab(self) -> dict[str, int]:
@@ -80,7 +80,7 @@ class Tokenizer:
             backend.no_truncation()
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of ``text``, with whatever special tokens the tokenizer puts around a prompt.
+        """Token ids of ``text``, with the special tokens that the tokenizer puts around a prompt.
 
         Raises InvalidRequestError for a lone surrogate, which stands for a byte that was no text, and for a text that
         the tokenizer fails on.
@@ -107,7 +107,7 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raises InvalidRequestError for whatever the library raises: its panics are no exceptions to Python."""
+        """Raises InvalidRequestError for any failure of the library; its panics do not derive from Exception."""
         try:
             yield
         except BaseException as error:

@@ -1,8 +1,8 @@
 """Checkpoints that name a model type or a tokenizer of code of their own, for what transformers has under another name.
 
 For each a directory is made once, in the cache of compiled models: links to its files, with the configuration and the
-tokenizer as transformers reads them. Its code is neither run nor linked. Of a model of images and text it is the text
-model: the index of its weights has their names without ``PREFIX``, which its metadata names.
+tokenizer as transformers reads them. Its code is neither run nor linked. For a model of images and text the directory
+holds the text model. The index lists its weights without ``PREFIX``, which the metadata records.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _of_text(folder: Path) -> dict[str, str]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A JSON object; {} if the file is missing or malformed, which those who need it say."""
+    """A JSON object; {} if the file is missing or malformed, which its users report."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,9 +1,8 @@
 """The tokens that two tokenizers share, so that a draft model of another vocabulary can propose tokens of the target.
 
-Tokens are compared by the bytes of text that they stand for, whatever the tokenizers write for a space or a byte;
-special tokens by their name, and the ends of sequence by their role. This is token-level intersection (Timor et al.
-2025, arXiv 2502.05202, algorithm 4): the draft proposes shared tokens only, its distribution renormalized over them.
-Free of torch.
+Tokens are compared by the bytes of their text, since tokenizers write spaces and bytes differently. Special tokens are
+compared by name, and the ends of sequence by role. This is token-level intersection (Timor et al. 2025, arXiv
+2502.05202, algorithm 4): the draft proposes shared tokens only, its distribution renormalized over them. Free of torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``paceline batch``: answers a file of requests, with engines on this machine or with a running service over HTTP.
 
-Ctrl-C, or a service that is gone, ends it with what was answered kept; the same command goes on from there.
+Ctrl-C or the loss of the service ends the run and keeps its answers; the same command continues it.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from paceline.types import Mode, SamplingParams, SpeculationParams
 
 Messages = Sequence[Mapping[str, str]]
 Answer = Callable[[Messages], Iterator[tuple[str, bool]]]
-"""Yields the text of an answer with the flag of what was drafted."""
+"""Yields pieces of an answer: text, and whether it was drafted."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

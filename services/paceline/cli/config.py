@@ -54,7 +54,7 @@ def run_config(args: argparse.Namespace) -> int:
 
 
 def markdown(model: type[BaseModel]) -> str:
-    """Returns the reference of a tree of models: a table for each model, however many sections have its keys."""
+    """Returns the reference of a tree of models: one table per model, even if several sections use it."""
     return "\n".join([_HEAD, *_sections(model, "", "", {})])
 
 

@@ -1,5 +1,5 @@
-"""The way of drafting that a command takes where none is named: heads that were published for the target and are on
-this machine, in its files, inside or next to its directory, or named in its card; else suffixes."""
+"""The default way of drafting: a head published for the target that is on this machine, else suffix decoding. Heads are
+looked for in the model's files, inside and next to its directory, and by the ids in its card."""
 
 from __future__ import annotations
 

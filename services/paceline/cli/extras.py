@@ -1,4 +1,4 @@
-"""Extras of the package: which of them a command line needs, and the sentence that says how to install what is missing.
+"""Extras of the package: the ones that a command line needs, and how to install missing ones.
 
 Without an extra the package is a client: it asks services, prints configurations and plans. ``embedded`` runs engines
 in this process, ``serve`` the service on Ray, ``endpoint`` measures any server, ``bench`` measures and draws, ``quant``
@@ -63,8 +63,8 @@ def require_extras(args: argparse.Namespace) -> None:
 
 
 def explain_missing(words: Sequence[str], module: str) -> str:
-    """The sentence for a module whose import has failed within a command, which is the first of the command line's
-    ``words`` (its arguments that are no flags)."""
+    """The sentence for a module that a command failed to import. ``words``: arguments of the command line that are no
+    flags, the command first."""
     command = words[0]
     if command == "bench":  # its kinds import much of each other
         extras = ["endpoint" if words[1:2] == ["endpoint"] else "bench"]

@@ -57,7 +57,7 @@ class Measured:
         return self._pipeline.trouble
 
     def cancel(self, request_id: str, owner: str = "") -> bool:
-        """Ends a request of ``owner`` with what has arrived; False: it is not here."""
+        """Ends a request of ``owner`` with the tokens so far; False: it is not here."""
         return self._pipeline.cancel_request(request_id, owner)
 
     def end(self, error: PacelineError) -> None:

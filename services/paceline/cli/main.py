@@ -68,9 +68,9 @@ _REPHRASED = (
     (r"argument (.+?): not allowed with argument (.+)", r"\1 is given with \2: one of them is allowed"),
     (r"argument (.+?): ('.*|\".*)", r"\1 is \2"),
 )
-"""Messages of argparse as regular expressions, and what is said in their place."""
+"""Patterns of argparse's messages, and their replacements."""
 _ALIKE = 0.7
-"""How alike two names are, by difflib, of which one may be mistyped: --temperature is no --chat-template (0.64)."""
+"""Least similarity of a mistyped name and its suggestion, by difflib. --temperature and --chat-template have 0.64."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: {' '.join(message.split())}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses what is no flag of this command, and names the nearest one."""
+        """Refuses unknown flags of this command, and names the nearest one."""
         found, rest = super().parse_known_args(args, namespace)
         if rest and self._subparsers is None:
             flag = next((one.partition("=")[0] for one in rest if one.startswith("--")), None)

@@ -29,7 +29,7 @@ def as_json(
     same: Sequence[Way],
     head: HeadTimes | None = None,
 ) -> dict[str, Any]:
-    """The object that ``--json`` prints; null where no fleet keeps the limit, and for what there is none of."""
+    """The object that ``--json`` prints; null where no fleet keeps the limit, and for absent parts."""
     found = {
         "assumptions": asdict(system) | {"prices": asdict(prices)},
         "wish": asdict(wish),

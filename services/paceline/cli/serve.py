@@ -205,7 +205,8 @@ def _speculation(args: argparse.Namespace) -> list[str]:
 
 
 def _drafting_overrides(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
-    """Overrides for a target without a draft, so that it drafts by what is available; logs how. Raises ConfigError."""
+    """Overrides that select the best available method for a target without a draft; logs the choice. Raises
+    ConfigError."""
     for flag in ("placement", "draft_device", "drafts"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"{flag_of(flag)} is given without --draft and --drafter: there is no draft to place")
@@ -217,7 +218,7 @@ def _drafting_overrides(args: argparse.Namespace, config: ServiceConfig) -> list
 
 
 def _further(args: argparse.Namespace, config: ServiceConfig, settings: Mapping[str, Any]) -> list[str]:
-    """Overrides that depend on what there is to override. ``settings``: of vLLM's flags."""
+    """Overrides that depend on the configuration. ``settings``: of vLLM's flags."""
     keys, draft = [*_TARGET_KEYS, *_SERVER_KEYS, *_LIST_KEYS, _PAGE_KEY], config.draft_config
     if isinstance(draft, ModelDraftConfig):
         keys += [key.replace("target_config", "draft_config") for key in _ENGINE_KEYS]
@@ -257,7 +258,7 @@ _NOT_LOCAL = ("targets", "drafts", "routers", "address", "dashboard")
 
 
 def _run_local(args: argparse.Namespace) -> int:
-    """Runs ``paceline serve --local``. Raises ConfigError for flags of what is not there."""
+    """Runs ``paceline serve --local``. Raises ConfigError for flags of replicas, routers and Ray."""
     for name in _NOT_LOCAL:
         if getattr(args, name):
             raise ConfigError(f"{flag_of(name)} is given with --local, which has neither replicas nor routers")

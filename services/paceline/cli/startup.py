@@ -1,5 +1,5 @@
-"""How a start goes on, on standard error: the stage of each part and its seconds, live on a terminal and as plain lines
-elsewhere; and what to type once it is ready.
+"""Progress of a start, on standard error: the stage and seconds of each part, live on a terminal and as plain lines
+elsewhere. Once it is ready, suggests commands.
 
 Stages are log records of ``STAGES`` from engines of this machine (``paceline.logs``), or what a cluster tells.
 """
@@ -36,9 +36,8 @@ class _Stage:
 class StartView(logging.Handler):
     """Shows what each part that is starting does, from the beginning of the block to its end or ``close``.
 
-    On a terminal each part has a line with a spinner and its seconds, and stages that are done stay above with what
-    they took. Elsewhere each stage is one line when it begins, with the seconds since the start. With --quiet nothing
-    is shown.
+    On a terminal each part has a line with a spinner and its seconds; finished stages stay above with their durations.
+    Elsewhere each stage is one line when it begins, with the seconds since the start. With --quiet nothing is shown.
     """
 
     def __init__(
@@ -134,9 +133,9 @@ class StartView(logging.Handler):
 
 @contextlib.contextmanager
 def starting(pipeline: LocalPipeline, *, verbose: bool = False) -> Iterator[None]:
-    """Starts the engines of a command for the block; on a terminal, what they do is shown until they have started.
+    """Starts the engines of a command for the block; a terminal shows their stages until they have started.
 
-    ``verbose``: it is told by the log instead.
+    ``verbose``: the log reports the stages instead.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.nullcontext() if verbose else StartView(lasting=False):

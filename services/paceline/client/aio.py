@@ -116,7 +116,7 @@ class AsyncStream(StreamBase, _Closes):
         self.cancel()
 
     def cancel(self) -> None:
-        """Ends the request now; what has arrived is its result, finish_reason ``abort``. Any thread may call it."""
+        """Ends the request now; its result holds the tokens so far, finish_reason ``abort``. Any thread may call it."""
         if self._transcript.over:
             return
         try:
@@ -168,7 +168,7 @@ class AsyncClient(ClientBase[AsyncStream], _Closes):
         return await self._ask(cancel_call(request_id), timeout_s)
 
     async def model_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ModelInfo:
-        """Returns what is served, and what a request may ask for."""
+        """Returns the served model and the limits of requests."""
         return await self._ask(MODEL_INFO, timeout_s)
 
     async def server_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ServerInfo:

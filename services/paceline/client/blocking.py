@@ -95,7 +95,7 @@ class Stream(StreamBase, _Closes, Iterator[Chunk]):
         return self._transcript.result
 
     def cancel(self) -> None:
-        """Ends the request now; what has arrived is its result, finish_reason ``abort``. Any thread may call it."""
+        """Ends the request now; its result holds the tokens so far, finish_reason ``abort``. Any thread may call it."""
         with self._lock:
             super().cancel()
         self.wake()
@@ -139,7 +139,7 @@ class Client(ClientBase[Stream], _Closes):
         return self._ask(cancel_call(request_id), timeout_s)
 
     def model_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ModelInfo:
-        """Returns what is served, and what a request may ask for."""
+        """Returns the served model and the limits of requests."""
         return self._ask(MODEL_INFO, timeout_s)
 
     def server_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ServerInfo:

@@ -1,5 +1,5 @@
-"""The parts that the blocking and the asyncio client share: addresses and TLS, the making of requests, the unary RPCs,
-the age of connections, and how long to wait for a service that starts. Nothing here waits.
+"""The common parts of the blocking and the asyncio client: addresses, TLS, requests, unary RPCs, the age of connections
+and the back-off of ``wait_ready``. Nothing here waits.
 
 Retries: gRPC itself repeats a unary call that failed with UNAVAILABLE, twice at most; ``retries.py`` decides about
 streams. New calls leave a connection when the server of a call was lost, and when it is MAX_CONNECTION_AGE_S old. The
@@ -404,7 +404,7 @@ class StreamBase:
         self._begin()
 
     def _begin(self) -> None:
-        """Sends the request, with what has arrived of its answer."""
+        """Sends the request, with the tokens received so far."""
         connection = self._client.connection(self)
         message, timeout_s = self._transcript.next_call()
         self._call = connection.stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
@@ -420,7 +420,7 @@ class StreamBase:
         return self._transcript.num_resumes
 
     def cancel(self) -> None:
-        """Ends the request now; what has arrived is its result, finish_reason ``abort``. Any thread may call it."""
+        """Ends the request now; its result holds the tokens so far, finish_reason ``abort``. Any thread may call it."""
         if not self._transcript.over:
             self._transcript.cancelled = True
             if self._call is not None:

@@ -1,10 +1,10 @@
 """Decides if a request whose call failed is sent again, and after which pause. Knows no connections and does not wait.
 
-A request that has no token yet is sent three times at most, and only if the service was unavailable; by a client that
-has been answered before, for REACH_TIMEOUT_S, as its service may be starting a router or a proxy again. A stream that
-broke after its first token is *resumed*: sent again with the tokens that have arrived, until it goes on or
-RESUME_TIMEOUT_S have passed. Neither can give a token twice: a request keeps its id and its seed, and the service
-continues after the tokens that it is told (``generated_token_ids`` in generation.proto).
+A request without tokens is sent at most three times, and only if the service was unavailable. A client that has been
+answered before keeps trying for REACH_TIMEOUT_S, since the service may be restarting a router or a proxy. A stream that
+broke after its first token is *resumed*: sent again with the tokens so far, for up to RESUME_TIMEOUT_S. Neither can
+give a token twice: a request keeps its id and seed, and the service continues after ``generated_token_ids``
+(generation.proto).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from paceline.errors import RequestInProgressError, ResourceExhaustedError
 from paceline.rpc.status import from_rpc_error, is_lost, pushback_s
 
 RESUME_TIMEOUT_S = 60.0
-"""A broken stream fails if it has not gone on for so long."""
+"""Time after which a broken stream fails."""
 REACH_TIMEOUT_S = 20.0
-"""A request without a token fails if a service that has answered before cannot be reached for so long."""
+"""Time after which a request without tokens fails, if the service has answered before."""
 _MAX_TRIES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
@@ -45,7 +45,7 @@ class Retries:
         self._since_s = 0.0
 
     def pause_s(self, error: grpc.RpcError, num_tokens: int) -> float | None:
-        """Seconds until a request of which ``num_tokens`` have arrived is sent again; None: the error is its end."""
+        """Seconds until a request with ``num_tokens`` received tokens is sent again; None: it ends with the error."""
         now = self._clock()
         if num_tokens > self._num_tokens or not self._num_failures:
             self._num_tokens, self._num_failures, self._since_s = num_tokens, 0, now

@@ -36,7 +36,8 @@ class Transcript:
         self.over = False
         """True when no further message is to be awaited."""
         self.cancelled = False
-        """True if this client cancelled the request: its end is an abort, whatever the connection reports."""
+        """True if this client cancelled the request: it then ends as aborted, even if the connection reports an
+        error."""
         self.num_resumes = 0
         """Times that the request was sent again with tokens that had arrived."""
         self._message = message
@@ -161,7 +162,7 @@ class Transcript:
         )
 
     def _aborted(self) -> Result:
-        """The result of a cancelled request: what has arrived."""
+        """The result of a cancelled request: its tokens so far."""
         assert self.request.sampling.seed is not None
         return Result(
             text="".join(chunk.text for chunk in self._chunks),
@@ -198,7 +199,7 @@ _HTTP_1 = "Failed parsing HTTP/2 (Expected SETTINGS frame"
 def explained(
     error: grpc.RpcError, address: str, timeout_s: float | None, num_tokens: int, *, closed: bool = False
 ) -> PacelineError:
-    """Returns the error to raise; one that no Paceline server sent is told where it happened.
+    """Returns the error to raise. The message of an error that no Paceline server sent also names the address.
 
     ``closed``: the client was closed, so a cancelled call is not a lost one.
     """

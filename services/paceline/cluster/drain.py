@@ -54,9 +54,9 @@ def drain(
 ) -> bool:
     """Drains the node at an IP address; True if it has left or there is none, and nothing here serves a stream.
 
-    Ray is told by the ``wall`` clock that the node ends after ``timeout_s``: until then it takes nothing new, and Serve
-    replaces its replicas before it stops them. A cluster that is gone (None: from the beginning) drains nothing: what
-    runs here only ends.
+    Tells Ray that the node ends ``timeout_s`` from now, by the ``wall`` clock. Until then the node takes nothing new,
+    and Serve replaces its replicas before it stops them. A cluster that is gone (None: from the beginning) drains
+    nothing: what runs here only ends.
     """
     until, answered = clock() + timeout_s, clock()
     asked = waiting = False

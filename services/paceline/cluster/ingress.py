@@ -244,8 +244,9 @@ class Ingress(PublicMethods):
         await self.service.drain(timeout_s)
 
     def _stop_within(self, left_s: float) -> float:
-        """Ends by an error what would be cut without one: Serve kills the replica after ``left_s``. Returns how long
-        clients may take until they have left; a service that is drained as a whole has no other router for them."""
+        """Ends streams by an error that would be cut without one: Serve kills the replica after ``left_s``. Returns how
+        long clients may take until they have left; a service that is drained as a whole has no other router for
+        them."""
         self._leaving = True
         reason = f"this router is being stopped, and the request did not end within {left_s:g} s"
         last_words_s = max(left_s / 2, left_s - _LAST_WORDS_S)
@@ -300,8 +301,8 @@ class Ingress(PublicMethods):
         self._decided = await self._monitor.push.remote(self._reporter.report(status, self.router.view()))
 
     async def _ask_for_drafts(self) -> None:
-        """A lease without a replica wakes a draft pool that has been scaled to zero while requests run, unless the
-        monitor decides about its size: then it is empty on purpose."""
+        """A lease without a replica wakes a draft pool that was scaled to zero while requests run. If the monitor
+        decides the size of the pool, it is empty on purpose."""
         if len(self._pools) < 2:
             return
         ours = "draft" in self._decided

@@ -2,8 +2,7 @@
 
     Ray ─▶ Serve ─▶ replicas load ─▶ "ready" ─▶ watch ─▶ stop
 
-What it started it stops: with a Ray of its own nothing is left running, on a cluster that it joined only its
-application is removed.
+It stops everything that it started: its own Ray entirely, or, on a cluster that it joined, only its application.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class Service:
         show: Callable[[str, str], None] | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """``address``: of the Ray cluster to join; None starts one. ``ray_options``: more for ``ray.init``. ``show`` is
-        told how the start goes on (``watch.Watch``). ``on_ready`` is called after "ready" is printed.
+        """``address``: of the Ray cluster to join; None starts one. ``ray_options``: more for ``ray.init``. ``show``
+        receives the progress of the start (``watch.Watch``). ``on_ready`` is called after "ready" is printed.
         """
         self.config = config
         self._address, self._dashboard, self._verbose = address, dashboard, verbose

@@ -13,7 +13,7 @@ from pathlib import Path
 
 FOLDER = Path(tempfile.gettempdir()) / f"paceline-streams-{os.getuid()}"
 _FRESH_S = 10.0
-"""A file that was not written for so long is of a process that has ended or hangs."""
+"""Age of a file from which its process counts as ended or hung."""
 
 
 def note(num_streams: int, folder: Path = FOLDER) -> None:

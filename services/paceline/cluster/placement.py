@@ -3,9 +3,9 @@
     controller ──▶ request router of a handle ──▶ registry ──▶ ServePool ──▶ the router core
                                                                ServePool ── lease (a streaming call) ──▶ replica
 
-Serve's own request router, one per handle, is told which replicas run; a replica that drains is not among them. A
-lease is a streaming call that stays open: it counts as load wherever Serve counts (draining, autoscaling), it waits
-where nothing runs yet, and it ends by itself when this process dies. No session ever waits for its lease.
+Serve's own request router, one per handle, knows the running replicas; draining ones are not among them. A lease is a
+streaming call that stays open. It counts as load in Serve (draining, autoscaling), waits while no replica runs, and
+ends by itself when this process dies. No session ever waits for its lease.
 """
 
 from __future__ import annotations

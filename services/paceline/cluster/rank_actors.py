@@ -86,7 +86,7 @@ class ActorWorker:
         on_death: Callable[[str], None],
         keep: Any = None,
     ) -> None:
-        """``bundle``: of ``group``, for the actor. ``keep``: what has to live as long as it."""
+        """``bundle``: of ``group``, for the actor. ``keep``: objects that have to live as long as the actor."""
         self.name = name
         self._keep = keep
         self._group, self._bundle = group, bundle

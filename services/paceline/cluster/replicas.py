@@ -199,7 +199,7 @@ class EngineDeployment:
         notes = _Notes(f"loading {model}")
         stages = logging.getLogger(logs.STAGES)
         stages.addHandler(notes)
-        stages.setLevel(logging.INFO)  # whatever is logged: a stage is told to the monitor
+        stages.setLevel(logging.INFO)  # at any log level: stages go to the monitor
         stages.propagate = False
         startup = None
         if monitor is not None:

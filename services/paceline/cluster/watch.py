@@ -81,7 +81,7 @@ def dead_process() -> str | None:
 
 
 class Watch:
-    """Asks Serve and the monitor how things are, and says what has changed."""
+    """Polls Serve and the monitor, and reports changes."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ def reason_of(message: str) -> PacelineError:
 
 
 def gist(message: str) -> str:
-    """The line of a message from Serve that says most: the last one of a traceback, else the first."""
+    """The most informative line of a message from Serve: the last one of a traceback, else the first."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if not lines:
         return ""

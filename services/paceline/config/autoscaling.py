@@ -1,4 +1,4 @@
-"""Bounds, delays and policy of a pool that sizes itself (``autoscaling_config``), and what Ray Serve is told of them:
+"""Bounds, delays and policy of an autoscaled pool (``autoscaling_config``), and the part of them that Ray Serve gets:
 with a policy of ours it only follows.
 """
 

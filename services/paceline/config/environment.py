@@ -1,4 +1,4 @@
-"""Environment variables: what a process asks of them, and what a worker sets. No other module of the configuration
+"""Environment variables that a process reads, and those that a worker sets. No other module of the configuration
 reads or writes one.
 """
 
@@ -80,7 +80,7 @@ def settings(keys: Collection[str]) -> dict[str, str]:
 
 
 def without_settings() -> dict[str, str]:
-    """The environment of a process whose configuration is told by its arguments alone."""
+    """The environment of a process that is configured by its arguments alone."""
     return {
         name: value for name, value in os.environ.items() if name in OTHER_VARIABLES or not name.startswith("PACELINE_")
     }

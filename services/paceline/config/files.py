@@ -1,5 +1,5 @@
 """Configuration as text: YAML files, Serve config files whose application carries ours, and dotted keys that change
-one value. Gives plain data; what it means is up to ``service.py``. Every refusal is a ConfigError in one sentence.
+one value. Returns plain data, which ``service.py`` interprets. Every refusal is a ConfigError in one sentence.
 """
 
 from __future__ import annotations

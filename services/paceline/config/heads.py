@@ -33,7 +33,7 @@ class HeadOptions(Strict):
     """``draft_model``: a smaller model with the target's tokenizer, in the target's process. ``early_exit``: the first
     layers of the target itself. ``speculative_streaming``: its last layers, on rows with weights of their own.
     ``gemma4_assistant``: the drafter that Google publishes for each Gemma 4.
-    ``lookahead``: n-grams that the target makes up on rows that ride in its steps. ``suffix``: what followed the
+    ``lookahead``: n-grams that the target generates on extra rows of its steps. ``suffix``: what followed the
     longest end of the text before. The others read the target's hidden states."""
     model: str | None = Field(default=None, min_length=1)
     """Directory of the head's checkpoint, or an id that transformers resolves; for ``early_exit`` an exit head that

@@ -14,7 +14,7 @@ from paceline import __version__
 def installed_version() -> str:
     """The version of this process' code, such as ``0.1.0+3f2a91c0d4`` of a wheel; ``0.1.0`` of a source tree.
 
-    Read once, so it stays that of the code which runs when another wheel is installed below it.
+    Read once, so that it stays the version of the running code if another wheel is installed meanwhile.
     """
     try:
         record = distribution("paceline").read_text("RECORD") or ""

@@ -96,8 +96,8 @@ def packaged_sampling(file: Path) -> Mapping[str, float]:
 
 
 def place_of(source: str) -> Path:
-    """The path that a source names on this machine, where it may be missing: a short name of ``PACKAGED`` stands for
-    its file, unless there is such a path, so that it means the same on every node. So does an id of ``resolve``.
+    """The local path of a source, which may be missing. A short name of ``PACKAGED`` means its file, unless a path of
+    that name exists; so it means the same on every node. So does an id of ``resolve``.
     """
     path = Path(resolve(source)).expanduser()
     return path if source not in PACKAGED or path.exists() else PACKAGED[source].file or path

@@ -85,7 +85,7 @@ class DraftSetup:
     num_sessions: int
     """Sessions that the engine is sized for."""
     max_model_len: int | None
-    """Longest context in tokens. None: what the models were trained for."""
+    """Longest context in tokens. None: the trained length."""
     max_step_tokens: int
     """Prompt tokens of one forward."""
     trusts_target: bool = False

@@ -61,7 +61,7 @@ class TargetPolicy(ScalingPolicy):
 
 
 class DraftPolicy(ScalingPolicy):
-    """Sizes the drafts by the time inside tree steps, late misses, and what the model of time recommends."""
+    """Sizes the draft pool by the time in tree steps, late misses, and the recommendation of the model of time."""
 
     utilization: float = Field(default=0.75, gt=0, le=1)
     """The share of its time that a draft spends inside tree steps when it is busy enough."""

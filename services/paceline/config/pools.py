@@ -33,7 +33,7 @@ class TargetConfig(ModelReplicas):
 
 
 def _kind(value: Any) -> str | None:
-    """``model`` where nothing is said."""
+    """``model`` by default."""
     if isinstance(value, dict):
         return str(value.get("kind", "model"))
     return getattr(value, "kind", None)
@@ -66,8 +66,9 @@ class RouterConfig(Strict):
     """Longest time that a session which leaves a draining target waits for its KV pages from there. Missing pages are
     then computed again; 0: all of them."""
     chunk_window_s: float = Field(default=0.005, ge=0, le=1)
-    """Longest time that tokens wait for others of their stream, so that both leave in one chunk: only in streams with
-    more than two rounds in this time, and never the first or the last ones. 0: each round is a chunk of its own."""
+    """Longest time that tokens wait for later ones of their stream, so that both leave in one chunk. Only streams with
+    more than two rounds in this time wait, and never for the first or the last tokens. 0: each round is a chunk of its
+    own."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time of a request, waiting included; it ends with DEADLINE_EXCEEDED. None: as the client says."""
     generation_config: Literal["auto", "none"] = "auto"

@@ -39,12 +39,12 @@ class Replicas(Strict):
 
     @property
     def _engine_cpus(self) -> float:
-        """Cores that Ray reserves for an engine where nothing is said."""
+        """Cores that Ray reserves for an engine by default."""
         return _ENGINE_CPUS
 
     @property
     def _wants_gpu(self) -> bool:
-        """True if Ray reserves a GPU for each rank where nothing is said."""
+        """True if Ray reserves a GPU for each rank by default."""
         return False
 
     def _options(self, accelerator_type: str | None, *, wants_gpu: bool, num_ranks: int = 1) -> dict[str, Any]:

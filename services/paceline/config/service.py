@@ -392,7 +392,7 @@ class ServiceConfig(Strict):
         return reserved
 
     def numbered_gpus(self) -> Iterator[tuple[str, str]]:
-        """Keys whose value is ``cuda:N``, each with what is wrong with it: Ray Serve numbers the GPUs itself."""
+        """Keys with a value of ``cuda:N``, and the problem of each: Ray Serve numbers the GPUs itself."""
         for pool in ("target_config", "draft_config"):
             options = getattr(getattr(self, pool), "engine_kwargs", None)
             found = {f"{pool}.engine_kwargs.device": getattr(options, "device", "auto")}

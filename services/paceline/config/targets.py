@@ -18,7 +18,7 @@ KVTransferBackend = Literal["auto", "nixl", "host"]
 
 class HintOptions(Strict):
     """Hints to overlapped drafts while the target's upper layers run (Mirror speculative decoding): the likeliest
-    tokens of an early exit, which the draft then grows below sooner. The text does not depend on them."""
+    tokens of an early exit. The draft then expands these sooner. The text does not depend on them."""
 
     boundary: int = Field(ge=1)
     """Layers below it run before the hint, by the final norm and the LM head; fewer than the target has."""
@@ -44,7 +44,7 @@ class TargetOptions(ModelOptions):
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once on one replica; further ones wait."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest context in tokens. None: what the target was trained for."""
+    """Longest context in tokens. None: the trained length."""
     max_step_tokens: int = Field(default=256, ge=32, le=65536)
     """Tokens of one forward, prefill chunks and proposals together."""
     batch_invariant: Literal["auto", "require", "off"] = "auto"

@@ -1,4 +1,4 @@
-"""The tree of errors, ordered by what the caller can do about them.
+"""The tree of errors, ordered by the remedy of the caller.
 
     PacelineError
     ├── InvalidRequestError      the request is at fault: change it (gRPC INVALID_ARGUMENT)
@@ -16,7 +16,7 @@
         ├── RanksLostError       a rank of a tensor-parallel model has failed
         └── RouterStoppedError   another router can serve the request, or continue its stream
 
-Every message names the value that was given and what is allowed.
+Every message names the given value and the allowed ones.
 """
 
 

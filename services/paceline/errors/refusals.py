@@ -1,6 +1,6 @@
 """Validation errors as one sentence: the key by its dotted path, its value, what is allowed.
 
-Knows pydantic's errors and the shape of a tree of models, and nothing of what the settings mean.
+Knows pydantic's errors and trees of models, but not the meaning of settings.
 """
 
 from __future__ import annotations

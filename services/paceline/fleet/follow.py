@@ -1,9 +1,9 @@
 """Scaling policies that Ray Serve runs in its controller. They follow the monitor's decisions (``autoscaler.py``).
 
 The monitor's own deployment always has one replica. Its policy, ``post``, receives the decisions as that replica's
-statistics and keeps them for the policies of the other pools, so that a decision about an empty pool arrives, too.
+statistics, and keeps them for the policies of the other pools. So a decision about an empty pool arrives, too.
 
-Serve pickles these functions by value, with what they name at module level: they must import what they share.
+Serve pickles these functions by value, together with module-level names, so shared state must be imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The numbers of the whole fleet in one place: every process reports once a second, one scrape shows the sums.
 
-It does not know how reports travel. Totals never decrease and count each event once, whatever the order of the
-reports, however often a process restarts and however long it is silent; a restart of the monitor itself resets
-them, as that of any scraped process does.
+It does not know how reports travel. Totals never decrease and count each event once, despite reordered reports,
+restarts and silent processes. A restart of the monitor resets them, like that of any scraped process.
 """
 
 from __future__ import annotations

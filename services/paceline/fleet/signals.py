@@ -1,7 +1,7 @@
 """Signals for the sizes of pools, from the reports of all processes.
 
-Shares, rates and percentiles are of the last ``window_s``, from the totals that each process reports: a lost or late
-report only lengthens the time that the next one covers. Times are of arrival here.
+Shares, rates and percentiles cover the last ``window_s``. They come from reported totals, so a lost or late report only
+lengthens the time that the next one covers. Times are of arrival here.
 """
 
 from __future__ import annotations

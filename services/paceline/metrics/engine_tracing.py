@@ -105,7 +105,7 @@ class EngineSpans:
 
 
 class _SessionSpans:
-    """The spans of one session on one replica: its own, and that of the phase before its first tokens or nodes."""
+    """The spans of one session on one replica: its own, and the one of its current phase."""
 
     kind = ""
     first_phase = ""

@@ -1,5 +1,5 @@
-"""The counters of targets, drafts and routers by the names of their fields, and the declaration that belongs to any
-name, also of an engine's counter without a declaration.
+"""The counters of targets, drafts and routers by their fields, and the declaration of any metric name. An undeclared
+counter of an engine gets a generic declaration.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 Spans of the replicas that serve it are its children, too (``engine_tracing.py``).
 
 A service without traces has no ``Tracing``, and a request that is not sampled no ``RequestSpans``: both are None, and
-nothing of OpenTelemetry is imported or called. Spans are sent by a thread of the SDK, which drops what a collector does
-not take in time. No prompt, text, token, stop string or error message becomes part of a span.
+nothing of OpenTelemetry is imported or called. A thread of the SDK sends the spans, and drops them if the collector is
+too slow. No prompt, text, token, stop string or error message becomes part of a span.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Tracing:
     ) -> Self:
         """Opens a tracer whose spans go to a collector by OTLP; nothing is sent yet.
 
-        OpenTelemetry's variables set what the arguments leave open (OTEL_EXPORTER_OTLP_*, OTEL_BSP_*,
+        OpenTelemetry's variables set the values that the arguments leave open (OTEL_EXPORTER_OTLP_*, OTEL_BSP_*,
         OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES).
 
         Args:

@@ -76,7 +76,7 @@ class Candidate:
     in_pool: bool
     """True: it runs in draft replicas. False: inside the targets."""
     devices: int = 0
-    """Devices of one of its replicas; 0: they run on cores that are there anyway."""
+    """Devices of one replica; 0: it runs on cores that are available anyway."""
     one_pass: bool = False
     """One forward makes all tokens of a proposal; else one forward makes one."""
     most_tokens: int = 8

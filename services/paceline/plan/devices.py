@@ -1,4 +1,4 @@
-"""Throughput of the same devices for the same sessions used in other ways: what a fleet has to be held to."""
+"""Throughput of the same devices and sessions in other modes of decoding, to which a fleet is compared."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class HeadTimes:
-    """A head of the target: what it costs and how good it is."""
+    """Cost and acceptance of a head of the target."""
 
     depth: StepTable
-    """Seconds of one depth by the sessions that it is asked for."""
+    """Seconds of one depth, by the number of sessions."""
     acceptance: float
     """Probability that a token of the head is accepted, given its ancestors."""
     num_tokens: int

@@ -114,7 +114,7 @@ class Comparison:
 
     @property
     def reached(self) -> float:
-        """Measured tokens per second over what is possible at the measured acceptance and hit rate."""
+        """Measured tokens per second over the simulated ones at the measured acceptance and hit rate."""
         return self.row.tokens_per_s / self.possible.tokens_per_s
 
 
@@ -325,7 +325,7 @@ def _ranks(requests: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
 def _outcomes(
     acceptance: float, siblings: list[tuple[int, int]], summaries: list[Mapping[str, Any]], *, coupled: bool
 ) -> Outcomes:
-    """Estimates r from verified siblings, of which the first misses with probability 2^-r; if they were few, from the
+    """Estimates r from verified siblings: the first one misses with probability 2^-r. If they were few, it uses the
     hits after a rejection, which F - 1 alternatives miss with probability F^-r."""
     derived = Outcomes.derived(acceptance, coupled=coupled)
     verified, accepted = siblings[0] if siblings else (0, 0)

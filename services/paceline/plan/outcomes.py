@@ -80,7 +80,7 @@ class Outcomes:
 
     @classmethod
     def of_hit_rate(cls, acceptance: float, hit_rate: float, k: int, fan_out: int) -> Self:
-        """Outcomes of which a draft with time for everything hits the share ``hit_rate`` at k tokens."""
+        """Outcomes for which a draft that is never late has the hit rate ``hit_rate`` at k tokens."""
         if cls(acceptance, 0.0).ideal_hit_rate(k, fan_out) > hit_rate:
             ideal = cls(acceptance, 0.0).ideal_hit_rate(k, fan_out)
             return cls(acceptance, 0.0, coverage=hit_rate / ideal)

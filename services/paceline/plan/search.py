@@ -215,8 +215,8 @@ def cheapest(system: System, wish: Wish, prices: Prices, *, seed: int = 0) -> Fl
 
 
 def _trimmed(system: System, wish: Wish, prices: Prices, fleet: Fleet, seed: int) -> Fleet:
-    """The fleet with fewer replicas, if that keeps the limit in the simulation and makes tokens cheaper: the closed
-    form is on the safe side of a percentile, and has not looked at every number of drafts."""
+    """Removes replicas while the simulated fleet keeps the limit and tokens become cheaper: the closed form
+    overestimates percentiles, and skips some numbers of drafts."""
     for name in ("targets", "drafts"):
         step = max(1, getattr(fleet.load, name) // 16)
         while step:
@@ -296,7 +296,7 @@ def _overlapped(system: System, wish: Wish, targets: int, *, drafts: int, k: int
 
 
 def _settled(wish: Wish, at: Callable[[int], tuple[Load, Prediction]]) -> tuple[Load, Prediction]:
-    """Load with the sessions of the wish, or with the concurrency that its arriving requests reach."""
+    """The load with the configured sessions, or with the concurrency that arriving requests reach."""
     load, predicted = at(wish.sessions)
     if wish.requests is None or not wish.arrives:
         return load, predicted
@@ -313,7 +313,7 @@ def _settled(wish: Wish, at: Callable[[int], tuple[Load, Prediction]]) -> tuple[
 
 
 def _used(wish: Wish, tokens_per_s: float) -> float:
-    """The part of a fleet's throughput that is asked for."""
+    """The demanded part of a fleet's throughput."""
     if wish.requests is None or wish.requests.per_s is None:
         return tokens_per_s
     return wish.requests.per_s * wish.requests.output_tokens

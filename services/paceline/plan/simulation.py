@@ -1,11 +1,11 @@
 """A discrete-event simulation of many sessions on many targets and drafts, for sizes that no test machine has.
 
 Events are the ends of steps, arrivals of awaited messages, and requests. Targets batch continuously: a step has all
-ready sessions of the target, each with the tokens of its tree, up to the number that the engine's own rule verifies at
-that load (``model.lookahead``). Drafts step over the trees of all their sessions, the width shared evenly, while any
-node is likely enough. Outcomes are drawn from ``tree.Outcomes``. ``tree.prepared`` says what was prepared for them,
-from the draft steps that ended, and whose nodes arrived, in time. Waiting on a miss follows ``model.awaited``, the
-engine's criterion.
+ready sessions of the target, each with tokens of its tree. The engine's own rule decides how many tokens it verifies at
+that load (``closed_form.lookahead``). Drafts step over the trees of all their sessions, the width shared evenly, while
+any node is likely enough. Outcomes are drawn from ``tree.Outcomes``. ``System.prepared`` gives the prepared
+continuations, from the draft steps that ended with their nodes arriving in time. Waiting on a miss follows
+``model.awaited``, the engine's criterion.
 
 Prompts are prefilled in chunks, in order of arrival, in steps with decoding sessions, as far as a step's tokens
 suffice; drafts alternate prefills and tree steps. A session alone on its draft that waits for it after a miss gets a
@@ -351,7 +351,7 @@ class Simulation:
         return (accepted, rank) in self._tree(session.in_flight, self._k, self._most_nodes).lengths
 
     def _grow(self, session: Session, *, fresh: bool) -> None:
-        """The draft begins with what follows the outcome; nodes on their way for an outcome that it foresaw count."""
+        """The draft begins below the outcome. Nodes in transit count if it had predicted the outcome."""
         session.need = 0
         draft = session.draft
         assert draft is not None

@@ -220,7 +220,7 @@ class Tree:
         self._reach.observe(max((node.position for node in nodes), default=start) - start)
 
     def decided(self, ranks: tuple[int, ...], now: float, hears_at: float) -> Cause:
-        """The target goes on along tokens of these ranks; whether it has nodes for what follows, or why not."""
+        """The target continues along tokens of these ranks. Returns a hit, or the cause of the miss."""
         for node in self.proposal:
             node.in_flight = False
         self.proposal, self._sorted, self.decided_at = [], False, now

@@ -293,14 +293,14 @@ def _packed_bytes(options: ModelOptions, size: ModelSize, on_gpu: bool) -> int:
 
 
 def compiles(options: ModelOptions, size: ModelSize, on_gpu: bool) -> bool:
-    """True if a model with these settings runs compiled into a library that holds its weights, as on CPUs; one with
-    indexers or compressors does not by itself."""
+    """True if a model with these settings is compiled into a library that holds its weights, as on CPUs. ``auto``
+    excludes models with indexers or compressors."""
     return not on_gpu and (options.compile is True or (options.compile == "auto" and not size.index_values))
 
 
 def _attention_of(options: ModelOptions, size: ModelSize, on_gpu: bool) -> Kernel:
-    """The kernel that is expected to run (``model/attention/kernels.py``): on a CPU as on this machine's, on a GPU
-    Triton's where heads are not too long for it and no indexer chooses keys."""
+    """The attention kernel that is expected to run (``model/attention/kernels.py``). On a CPU, this machine's; on a GPU
+    Triton's, unless heads are too long for it or an indexer chooses keys."""
     if options.attention != "auto":
         return "triton" if options.attention == "flashinfer" else options.attention
     if on_gpu:

@@ -53,7 +53,8 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """One reading of the estimate against what there is: an error from below, a warning of what load may bring."""
+    """Compares one bound of the estimate with the memory: the lower bound for errors, the expected amount under load
+    for warnings."""
 
     severity: Severity
     of: Callable[..., MemoryEstimate]

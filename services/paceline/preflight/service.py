@@ -2,8 +2,8 @@
 
 Called by ``paceline check``, which shows the Examination, and by ``paceline serve``, which refuses to start.
 
-An *error* is certain: memory is estimated from below, so what is refused here would die of its largest step, if not
-before. A *warning* may be all right on another machine or with other requests.
+An *error* is certain: memory is a lower bound, so a refused service would die by its largest step at the latest. A
+*warning* may be all right on another machine or with other requests.
 """
 
 from __future__ import annotations
@@ -161,11 +161,11 @@ def examine(
 ) -> Examination:
     """Examines the pools that would be started, and finds everything that is wrong with them.
 
-    ``memory`` and ``cores``: also whether this machine has enough, which is moot where others run the replicas, or
-    where Ray is told of more cores than there are. ``ports``: also whether they are free, which they are not where
-    the service runs already. ``surge``: also whether a change in place leaves a target, which is moot for a service
-    that ends with its command. ``forms``: also whether heads have the target's sizes, and how large a model without
-    weights would be, which takes torch and seconds. ``gpu_bytes``: memory of each GPU; None: it is not known.
+    ``memory`` and ``cores``: also checks that this machine has enough of them; off if other machines run the replicas,
+    or if Ray is configured with more cores. ``ports``: also whether they are free, which they are not where the service
+    runs already. ``surge``: also whether a change in place leaves a target, which is moot for a service that ends with
+    its command. ``forms``: also whether heads have the target's sizes, and how large a model without weights would be,
+    which takes torch and seconds. ``gpu_bytes``: memory of each GPU; None: it is not known.
     """
     findings: list[Finding] = []
     target_setup, draft_setup, draft_config = config.target_setup(), config.draft_setup(), config.draft_config
@@ -486,7 +486,7 @@ def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | Non
 
 @dataclass(frozen=True, slots=True)
 class DraftPool:
-    """The configuration of the drafts, and what has been read for it."""
+    """The configuration of the drafts, and the models read for it."""
 
     part: Any
     """``draft_config``."""
@@ -552,7 +552,7 @@ def pool_of_head(given: DraftPool) -> Pool:
 
 
 def pool_of_cascade(given: DraftPool) -> Pool:
-    """A cascade; nothing is known of one of whose models one is not here."""
+    """A cascade; without an estimate if one of its models is missing on this machine."""
     on_gpu = bool(given.part.deployment_options()["ray_actor_options"].get("num_gpus"))
     estimates = []
     for alone, model in zip(given.setup.parts, given.parts, strict=True):
@@ -579,7 +579,8 @@ def _check_memory(
     left: int | None,
     gpu_bytes: int | None,
 ) -> list[Finding]:
-    """Checks the replicas on CPUs against the free memory of this machine, and those on GPUs against one of theirs."""
+    """Checks replicas on CPUs against the free memory of this machine, and replicas on GPUs against the memory of one
+    GPU."""
     if target is None:
         return []
 

@@ -80,8 +80,8 @@ class Link(Generic[Sent, Received]):
         """``on_change`` is called when the link comes up, goes down, or has room where it had none, and the reverse.
 
         ``silence_s`` is the time after which a silent replica counts as down. ``on_latency`` takes the round trip in
-        seconds, which is measured with heartbeats, one at a time. ``on_dropped`` is told the kind of each message that
-        the stream is too slow for.
+        seconds, which is measured with heartbeats, one at a time. ``on_dropped`` gets the kind of each message that is
+        dropped because the stream is too slow.
         """
         self.member = member
         self.kind = kind
@@ -224,7 +224,7 @@ class Link(Generic[Sent, Received]):
         log.exception("unexpected error in background task %s", task.get_name())
 
     async def read_stream(self, call: Any) -> str:
-        """Delivers what the replica sends; returns why the stream ended."""
+        """Delivers the replica's messages; returns why the stream ended."""
         try:
             async for batch in call:
                 self._seen_at = time.monotonic()
@@ -256,7 +256,7 @@ class Link(Generic[Sent, Received]):
                 self._on_latency((time.monotonic_ns() - echo.sent_ns) / 1e9)
 
     async def write_stream(self, call: Any) -> str:
-        """Sends what is in the outbox; returns why the stream ended."""
+        """Sends the outbox; returns why the stream ended."""
         try:
             while True:
                 await self._wake.wait()

@@ -2,7 +2,7 @@
 
     put ─▶ at once, or until the chunk that left last is a window old ─▶ take
 
-Every chunk costs the router the same, whatever it holds: its protobuf or JSON, and a write to a socket.
+Every chunk costs the router about the same: its protobuf or JSON, and a write to a socket.
 """
 
 from __future__ import annotations

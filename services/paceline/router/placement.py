@@ -282,9 +282,9 @@ def choose(
 ) -> Candidate | None:
     """Returns the replica of the largest gain unless it is far busier, else a lightly loaded one; None if all are full.
 
-    Of more than ``NUM_COMPARED`` the better of two that are drawn at random (Mitzenmacher, "The Power of Two Choices in
-    Randomized Load Balancing", 2001): routers know what others have sent only since the last heartbeat, and the least
-    loaded replica would get the next sessions of all of them.
+    Of more than ``NUM_COMPARED`` the better of two random ones (Mitzenmacher, "The Power of Two Choices in Randomized
+    Load Balancing", 2001). Routers learn of each other's sessions by heartbeats, so the least loaded replica would
+    otherwise get the next sessions of all routers.
 
     Args:
         candidates: the replicas.

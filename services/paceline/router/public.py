@@ -1,4 +1,5 @@
-"""The public gRPC methods over one ``GenerationService``: requests, cancellations, what is served, health.
+"""The public gRPC methods over one ``GenerationService``: requests, cancellations, model and service information,
+health.
 
 A host is given the bytes of a request and a context of the call. Ray Serve calls the methods by their RPCs' names
 (``cluster.ingress``); where there is no Ray, a server of grpc.aio does (``cli.local_grpc``).

@@ -29,7 +29,7 @@ wait for no reason.
 _PRIOR_RETURNS = 16.0
 """Clients that come back as told before it counts much how many were refused again."""
 _PRIOR_PLACES = 4.0
-"""Places by which the rate follows from the durations of requests rather than from what has become free."""
+"""Free places up to which the rate follows from the durations of requests, not from observed ends."""
 
 
 class RetryHints:

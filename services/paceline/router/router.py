@@ -159,7 +159,7 @@ class Router:
     ) -> AsyncGenerator[Chunk | Result, None]:
         """Yields chunks as they are decided, then the Result. Leaving the generator frees the session everywhere.
 
-        ``spans`` is told of what happens to the request; its caller begins and ends it.
+        ``spans`` records the events of the request; the caller begins and ends it.
 
         Raises:
             InvalidRequestError: the request can never be served.
@@ -248,7 +248,7 @@ class Router:
         self.reconcile()
 
     def cancel(self, request_id: str, owner: str = "") -> bool:
-        """Ends a request of ``owner`` with what has arrived, finish reason ``abort``; False: it is not here."""
+        """Ends a request of ``owner`` with the tokens so far, finish reason ``abort``; False: it is not here."""
         key = request_key(request_id, owner)
         if key in self.entering:
             self.entering[key] = True

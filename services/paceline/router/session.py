@@ -765,7 +765,7 @@ class Prefixes:
     def num_undecided(self, text: str) -> int:
         """Length of the longest end of ``text`` that one of them begins with, and is longer than.
 
-        Takes time in proportion to the text that it decides, whatever the number and the length of the stop strings.
+        The time is proportional to the decided text, and independent of the number and length of the stop strings.
         """
         for length in range(min(len(text), self._longest), 0, -1):
             end = text[len(text) - length :]

@@ -1,4 +1,4 @@
-"""Trace of a session's rounds: when each was verified, and what the draft sent meanwhile.
+"""Trace of a session's rounds: the time of each verification, and the nodes that the draft sent during it.
 
 Only sessions whose request asks for it have a tracer. It keeps messages as they arrive, which costs engines no time;
 texts of tokens are made along with the chunks.

@@ -1,7 +1,7 @@
 """Bounds on the size of a client's message, checked on its bytes before protobuf makes objects of them.
 
-The methods of the public services are given the bytes of their requests (``services.py``): a message that is too large
-or malformed gets a status that says so, and costs no more than its transfer. Protobuf makes up to 32 bytes of one.
+The methods of the public services get the bytes of their requests (``services.py``). So a message that is too large or
+malformed gets a status that says so, at no more cost than its transfer. Protobuf makes up to 32 bytes of one.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def parse(kind: type[M], data: bytes | M, max_bytes: int = MAX_SMALL_BYTES) -> M
 def field_sizes(data: bytes, kind: type[Message]) -> Counter[int]:
     """Bytes of each field of a message, by its number, read off its tags alone. ``kind``: named by errors.
 
-    Raises InvalidRequestError for what is not protobuf, and for more fields than a client has reason to send.
+    Raises InvalidRequestError for bytes that are not protobuf, and for unreasonably many fields.
     """
     sizes: Counter[int] = Counter()
     at = num_fields = 0

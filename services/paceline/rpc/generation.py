@@ -111,7 +111,7 @@ def request_from_proto(
 
     ``limits``: None stands for the defaults. ``max_model_len``: length of the context, if it is known.
 
-    Raises InvalidRequestError with the field, its value and what is allowed. The vocabulary and the length of a text
+    Raises InvalidRequestError with the field, its value and the allowed ones. The vocabulary and the length of a text
     are checked by the router, which knows the model.
     """
     for unknown in unknown_fields(proto):

@@ -1,8 +1,8 @@
-"""The versions of the protocol between routers and replicas: who talks to whom, and what an older peer does not know.
+"""The versions of the protocol between routers and replicas: compatible pairs, and the features that older peers lack.
 
 Both sides of a stream state their version when it begins: the router in its metadata, the replica in its first status.
 A peer may be one version older or newer, so that a running service can be replaced process by process. A change that
-such a peer would misread takes a new version (``VERSION``), and what it brings is told to peers of that version alone.
+such a peer would misread takes a new version (``VERSION``); its messages go to peers of that version alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Converts errors to gRPC statuses and back: the only place that knows both.
 
 A status of ours carries two trailers: ``paceline-error``, the name of the error's class, and where a later try can
-succeed ``grpc-retry-pushback-ms``. A status without the first comes from what is between
-client and service: gRPC itself, a proxy, Ray Serve.
+succeed ``grpc-retry-pushback-ms``. A status without the first comes from a layer between client and service: gRPC
+itself, a proxy, Ray Serve.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ A batch is one protobuf message, in order::
     router ── encode_to_draft ─────▶ decode_to_draft ──── draft
     router ◀─ decode_from_draft ──── encode_from_draft ── draft
 
-These run once per step for all sessions of a replica, so they do as little per session and token as they can: what is
-sent for several sessions at once travels in columns, and a router relays nodes as bytes. Decoding never raises: an
-invalid message is dropped and counted. What depends on a session's state (ids, ranges, the sum of q) is checked where
-that state is, by ``core/tree.py`` and the engines.
+These run once per step for all sessions of a replica, so they do little per session and token. Messages of several
+sessions travel in columns, and a router relays nodes as bytes. Decoding never raises: an invalid message is dropped and
+counted. What depends on a session's state (ids, ranges, the sum of q) is checked where that state is, by
+``core/tree.py`` and the engines.
 
 What both protocols carry (parameters, rounds, statuses) is converted in ``values.py``, the public protocol in
 ``generation.py``.

@@ -1,9 +1,9 @@
 """Calls from an engine's thread into an event loop, for which the thread does not give up the interpreter.
 
 ``call_soon_threadsafe`` wakes the loop by a write that releases the interpreter lock. The loop takes it at once, and
-the engine has it back only when the loop has routed, encoded and written what it was told: most of a millisecond at
-every step, in which no forward runs. Here the write keeps the lock, so the loop begins when the engine gives it up by
-itself, as a rule with its forward.
+keeps it until it has routed, encoded and written the messages. At every step that is most of a millisecond without a
+forward. Here the write keeps the lock, so the loop begins when the engine gives it up by itself, as a rule with its
+forward.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class EngineHost(Generic[Out]):
         """Sets up the host, without building the engine.
 
         ``factory`` builds the engine. ``max_sessions``: served concurrently without queueing. ``cores``: its threads
-        are pinned to them. ``followers`` make the workers of its other ranks. ``observer`` is told of its events.
+        are pinned to them. ``followers`` make the workers of its other ranks. ``observer`` receives its events.
         """
         self.kind = kind
         self.num_foreign = 0

@@ -1,8 +1,8 @@
 """Reads the memory of another target's pages directly, by NIXL (NVIDIA Inference Xfer Library).
 
-One agent of a target registers the memory of all its pages once. To read, it is told the other agent's metadata and
-the addresses of both sides; the other side is passive. The agent belongs to a thread of its own: its calls are short,
-and none of them waits for a transfer.
+One agent of a target registers the memory of all its pages once. A read takes the other agent's metadata and the
+addresses of both sides; the other side is passive. The agent belongs to a thread of its own: its calls are short, and
+none of them waits for a transfer.
 
 It was run with host memory, by NIXL's UCX backend between processes of one machine. No GPU has run it.
 """

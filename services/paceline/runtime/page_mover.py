@@ -2,8 +2,8 @@
 
     OpenSession ─▶ Arrivals ─▶ PageMover ─▶ pages in the prefix cache ─▶ OpenSession to the engine
 
-The engine is told of a session once its pages are here, or will not come; then it is an ordinary session, whose prefix
-is found or computed. Meanwhile its messages are kept back, in order.
+The engine gets a session once its pages have arrived or failed. From then on it is an ordinary session: its prefix is
+found in the cache, or computed. Meanwhile its messages are kept back, in order.
 
 Both ways ask the old target for the pages of a context. By *contents* it answers with their bytes. By *address* (NIXL)
 it answers with the places of the pages, which it keeps as they are until the call ends, and the new target reads them:
@@ -59,7 +59,7 @@ Call = Callable[[Callable[[Any], Any]], Awaitable[Any]]
 
 @dataclass(slots=True)
 class Moves:
-    """Counts of what was moved to this target."""
+    """Counts of moves to this target."""
 
     pages: int = 0
     bytes: int = 0
@@ -87,7 +87,7 @@ class PageMover(Protocol):
         ...
 
     async def close(self) -> None:
-        """Gives up what it holds of the engine. Idempotent."""
+        """Releases the engine's resources. Idempotent."""
         ...
 
 
@@ -247,7 +247,7 @@ class NixlMover(HostMemoryMover):
     ) -> int:
         """Brings pages from ``at`` of the context on; returns how many, 0 if there is no room for them.
 
-        Once the call has ended, the old target reuses its pages: what comes after that is not taken.
+        Once the call has ended, the old target reuses its pages, so later data are not taken.
         """
         key = object()
         reserve, publish = _pages("reserve", key, wanted, at, len(group)), _pages("publish", key, wanted, at)
@@ -301,8 +301,7 @@ async def serve_pages(
     agent: NixlAgent | None = None,
 ) -> None:
     """Answers ``TargetService.Pages``: reads pages of the engine, a bounded part at a time, and waits for the network
-    before the next. With ``agent`` and where it is asked for, says where they are, and keeps them until the call
-    ends."""
+    before the next. With ``agent``, and on request, sends their addresses and keeps them until the call ends."""
     token_ids, salt, first = list(request.token_ids), request.cache_salt, request.first_page
     hashes: list[bytes] = await call(_pages("held", token_ids, salt, request.identity, first))
     if request.by_address and agent is not None and hashes and await _lend(call, hashes, write, agent):

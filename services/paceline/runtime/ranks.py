@@ -3,7 +3,7 @@
     RankedWorker ── leader     (thread or process)   the engine
                  └─ followers  (a process each)      its other ranks
 
-Starts without torch; what the ranks do is in ``model/parallel/runner.py``.
+Starts without torch; the ranks themselves are in ``model/parallel/runner.py``.
 """
 
 from __future__ import annotations

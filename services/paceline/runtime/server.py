@@ -142,7 +142,7 @@ def engine_server(
     """Makes a target or draft replica, not started yet. ``cores``: to pin the engine's threads to.
 
     ``ranks``: where they meet, and makers of all but the first. None: processes of this host, if there are several.
-    ``observer`` is told what the engine does.
+    ``observer`` receives the engine's events.
     """
     rendezvous, followers = ranks or process_ranks(setup)
     spec = EngineSpec(setup, rendezvous, shares_interpreter=True)

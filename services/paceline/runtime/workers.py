@@ -58,7 +58,7 @@ class Engine(Protocol[_In]):
         ...
 
     def close(self) -> None:
-        """Releases what the engine holds outside its process. Idempotent; the last call."""
+        """Releases the engine's resources outside its process. Idempotent; the last call."""
         ...
 
 
@@ -135,7 +135,7 @@ def limit_torch_threads() -> None:
 def run(engine: Engine[In], drain: Callable[[float | None], list[In] | None]) -> None:
     """Runs the loop of an engine until ``drain`` returns None.
 
-    ``drain(timeout_s)`` returns what has arrived, and waits at most ``timeout_s`` for the first message. A step is in
+    ``drain(timeout_s)`` returns the queued messages, and waits at most ``timeout_s`` for the first one. A step is in
     progress from its return to its next call.
     """
     wait_s: float | None = 0.0

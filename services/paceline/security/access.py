@@ -2,7 +2,7 @@
 
     call ─▶ identify: the name of its key ─▶ enter: requests at once, tokens of the last minute ─▶ tokens are charged
 
-One router counts for itself: what a key uses at another router is not seen here. One event loop owns everything.
+Each router counts only its own requests of a key. One event loop owns everything.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _key_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def _expected_wait_s(finished_s: deque[float], now: float) -> float:
-    """The mean time between the key's latest requests that ended: so long until one of its places is free."""
+    """The mean time between the ends of the key's latest requests, after which a place is expected to be free."""
     if len(finished_s) < 2 or now - finished_s[0] > _RECENT_S:
         return 1.0
     return min(max((finished_s[-1] - finished_s[0]) / (len(finished_s) - 1), 0.05), 30.0)

@@ -37,7 +37,7 @@ class CertificateFiles:
     """Authorities that the other side's certificate is checked against. None: it needs none."""
     ca_setting: str = "ca"
     server_name: str = ""
-    """The name that a server's certificate must carry, whatever its address. Empty: that of the address."""
+    """The name that a server's certificate must carry. Empty: the name in its address."""
 
     @classmethod
     def at(
@@ -62,7 +62,7 @@ class Identity:
 
 
 def read_identity(files: CertificateFiles, *, now: float | None = None) -> Identity:
-    """Reads and checks the files. Raises ConfigError, naming the setting, the file and what is wrong with it."""
+    """Reads and checks the files. Raises ConfigError with the setting, the file and the problem."""
     chain = _read(files, "certificate", files.certificate)
     key = _read(files, "key", files.key)
     ca = None if files.ca is None else _read(files, files.ca_setting, files.ca)

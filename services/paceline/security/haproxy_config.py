@@ -3,9 +3,9 @@
     HTTP  ── server.tls ──▶ haproxy, which picks a router per request ──▶ HTTP port of the router
     gRPC  ── haproxy, which picks a router per connection (mode tcp) ──▶ gRPC port of the router, which ends server.tls
 
-In mode http haproxy ends HTTP/2 itself, and resets the streams of a router that dies by CANCEL: gRPC clients take
-CANCELLED for their own doing and do not try again. In mode tcp a client's connection ends with the router's, and gRPC
-says UNAVAILABLE. Bytes also pass without being parsed twice.
+In mode http haproxy terminates HTTP/2 itself. If a router dies, it resets the streams by CANCEL, which gRPC clients
+mistake for a cancellation of their own and do not retry. In mode tcp a client's connection ends with the router's, and
+gRPC says UNAVAILABLE. Bytes also pass without being parsed twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from paceline.security.certificates import CertificateFiles
 
 TLS_HEADER = "paceline-tls"
-"""1 on an encrypted connection, whatever the client sent: set by the proxy for HTTP, by the router itself for gRPC."""
+"""1 on an encrypted connection. The proxy for HTTP, and the router itself for gRPC, set it and replace a client's
+value."""
 APPLICATION = "paceline"
 SERVER_NAME = "internal.paceline"
 FIRST_BYTES_S = 10
@@ -158,8 +159,8 @@ def _passed(
 ) -> Iterator[str]:
     """The lines of the backend in mode tcp.
 
-    ``checked``: the backend that checks the HTTP port of each router. Where routers end TLS that check counts for gRPC,
-    too: clients may have to show a certificate there, of which haproxy has none.
+    ``checked``: the backend that checks the HTTP port of each router. If routers terminate TLS, that check counts for
+    gRPC as well: haproxy has no client certificate that such a port may demand.
     """
     ended = settings.get("server") is not None
     for line in lines:

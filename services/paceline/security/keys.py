@@ -1,4 +1,4 @@
-"""The file of API keys: names, digests and limits. It holds no key: what a client sends is hashed and compared.
+"""The file of API keys: names, digests and limits. It holds no key: a client's key is hashed and compared.
 
 keys:
   - name: team-a
@@ -90,7 +90,7 @@ class KeyRing:
         return self._keys
 
     def find(self, key: str) -> ApiKey | None:
-        """The entry that a key belongs to. Takes the same time whatever is sent, and whether it is found or not."""
+        """The entry that a key belongs to. The time does not depend on the key, or on whether it is found."""
         given = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = None
         for entry in self._keys.values():

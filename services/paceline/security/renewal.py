@@ -22,8 +22,8 @@ from paceline.security.haproxy_config import Pem, write_privately
 log = logging.getLogger(__name__)
 
 _NO_NAME = "paceline.invalid"
-"""A name that no client asks for. The certificate serves every name, being the only one; but haproxy 2.8 forgets ALPN
-and the check of clients when a certificate is renewed that stands for no name, such as one for addresses alone."""
+"""A name that no client asks for. The only certificate serves every name. But haproxy 2.8 forgets ALPN and the check of
+clients when it renews a certificate without a name, such as one for addresses alone."""
 _PERIOD_S = 1.0
 _ANSWER_S = 5.0
 
@@ -98,7 +98,7 @@ class Keeper:
                 self._in_use[use] = certificates.current
 
     def tick(self) -> None:
-        """Looks at the files, and takes what is new and sound; what could not be told haproxy is told again."""
+        """Checks the files and passes valid new versions to haproxy; failed updates are tried again."""
         for use, pem in self._used.items():
             try:
                 certificates = self._certificates.get(use) or Certificates(pem.certificates)
@@ -126,7 +126,7 @@ class Keeper:
 def start(settings: Mapping[str, Any], config: str, folder: Path) -> tuple[dict[str, Pem], Keeper]:
     """Writes the certificates that haproxy reads, and returns their files and what renews them. Raises ConfigError.
 
-    ``config``: that of haproxy.
+    ``config``: haproxy's configuration.
     """
     logging.basicConfig(level=logging.INFO, format="paceline: %(message)s", stream=sys.stderr)
     used = pems(settings, folder)

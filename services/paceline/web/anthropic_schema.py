@@ -1,4 +1,4 @@
-"""Body of POST /v1/messages: Anthropic's fields, and how they become what a chat template reads."""
+"""Body of POST /v1/messages: Anthropic's fields, and their conversion for a chat template."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Weights of GGUF files by the names that transformers gives them, dequantized while they are read.
 
-llama.cpp's names and layouts are undone here: rotary heads of Llama are put back into halves, norms of Gemma lose the
-one that was added, and experts that lie in one tensor are read one by one.
+This undoes llama.cpp's names and layouts. Llama's rotary heads are split into halves again, and 1 is subtracted from
+Gemma's norms. Experts that lie in one tensor are read one by one.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ _GPT_OSS = re.compile(r"blk\.(\d+)\.(attn_sinks|ffn_(?:gate|up|down)_exps)\.(wei
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of transformers' model, and what it is made of."""
+    """A weight of transformers' model, and the stored tensors that it is made of."""
 
     shape: tuple[int, ...]
     sources: tuple[str, ...]
-    """Names of the tensors in the file; two are a gate and what it gates, whose rows take turns."""
+    """Names of the tensors in the file. Two: a gate and the gated projection, with their rows interleaved."""
     expert: int | None = None
     """Index along the tensor's first dimension."""
     heads: int = 0

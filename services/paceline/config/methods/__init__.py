@@ -16,7 +16,7 @@ ENTRIES: tuple[Entry, ...] = tuple(
     for value in vars(import_module(f"{__name__}.{module.name}")).values()
     if isinstance(value, Entry)
 )
-"""All of them, by the names of the modules, but first the draft model, which is meant where nothing is said."""
+"""All methods by module name; the draft model, which is the default, comes first."""
 HEADS: dict[str, HeadMethod] = {entry.method: entry for entry in ENTRIES if isinstance(entry, HeadMethod)}
 """Entries by ``heads[].method``."""
 DRAFTERS: dict[str, PoolMethod] = {entry.kind: entry for entry in ENTRIES if isinstance(entry, PoolMethod)}

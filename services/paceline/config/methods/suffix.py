@@ -19,7 +19,7 @@ TOKEN_BYTES = 400
 
 
 class SuffixMatching(Strict):
-    """Options of suffix decoding: what it matches, and how far it proposes from a match (Oliaro et al. 2024)."""
+    """Options of suffix decoding: its texts, and the length of proposals after a match (Oliaro et al. 2024)."""
 
     max_tree_depth: int = Field(default=24, ge=1, le=256)
     """The longest match, in tokens."""
@@ -33,8 +33,8 @@ class SuffixMatching(Strict):
     """Tokens of outputs that are kept for other sessions of the same ``cache_salt``, about 0.4 KB each. 0: none, as
     sessions then learn nothing of one another."""
     corpus: list[str] = Field(default_factory=list)
-    """Text files (``.jsonl``: one text or one list of token ids per line), read at start-up, that all sessions may be
-    continued from, whatever their salt. ``paceline/smollm2-texts``: the ones in the package."""
+    """Text files (``.jsonl``: one text or one list of token ids per line), read at start-up. Sessions of any salt use
+    them. ``paceline/smollm2-texts``: the ones in the package."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -50,8 +50,8 @@ class SuffixMatching(Strict):
 
 
 class SuffixOptions(Growing, SuffixMatching):
-    """Options of the suffix drafter, which continues the longest end of the text that has occurred before, in the
-    session's own context, in outputs of other sessions, or in a corpus."""
+    """Options of the suffix drafter. It continues the longest suffix of the text that occurred before: in the session's
+    context, in outputs of other sessions, or in a corpus."""
 
 
 class SuffixDraftConfig(Drafts):
