@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import sys
+import zlib
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A third of the time in which a small model is compiled is that of optimizing what calls its kernels.
@@ -164,7 +165,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what needs a compiler where there is none, before its fixtures: here, so that the summary has one line."""
+    """Seeds torch's numbers by the test alone, so that they are the same after whatever other tests. Skips what needs a
+    compiler where there is none, before its fixtures: here, so that the summary has one line."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(zlib.crc32(item.nodeid.partition("@")[0].encode()))
     if item.get_closest_marker("compiler") is not None:
         from tests.support.compilers import lacking  # other environments run their tests without the package
 

@@ -25,12 +25,12 @@ class FakeOpenAI:
 
     def __enter__(self) -> FakeOpenAI:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _main(self) -> None:
         self._loop.run_until_complete(self._serve())

@@ -54,8 +54,8 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sleeps(process: PeerProcess) -> bool:
-    """Waits until the process is stopped, or for half a minute."""
-    end = time.monotonic() + 30
+    """Waits until the process is stopped, or for a minute."""
+    end = time.monotonic() + 60
     while Path(f"/proc/{process._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
         if time.monotonic() > end:
             return False

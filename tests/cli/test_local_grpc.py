@@ -62,14 +62,14 @@ class Serving:
         self._loop.close()
 
     def _call(self, made):
-        return asyncio.run_coroutine_threadsafe(made, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(made, self._loop).result(60)
 
 
 def test_the_service_s_client_finds_all_that_a_service_has(pipeline):
     token_ids = prompt(1, 30)
     expected = pipeline.generate(token_ids, None, max_tokens=8, seed=1).result
     with Serving(pipeline) as address, Client(address) as client:
-        client.wait_ready(30)
+        client.wait_ready(60)
         result = client.generate(token_ids, max_tokens=8, seed=1).result
         assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
         assert client.model_info().model_id == "tiny"
@@ -136,7 +136,7 @@ def test_the_port_of_the_other_protocol_is_told(pipeline, capsys, monkeypatch, t
         with pytest.raises(ConfigError, match=said):
             _ = client.generate("hi", max_tokens=2).result
         with pytest.raises(ConfigError, match=said):
-            client.wait_ready(30)
+            client.wait_ready(60)
     server.shutdown()
     server.server_close()
     requests = tmp_path / "requests.jsonl"

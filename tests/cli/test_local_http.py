@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -45,7 +46,7 @@ def port() -> Iterator[int]:
 
 @contextlib.contextmanager
 def connection(port: int) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as one:
         yield one
 
 
@@ -203,10 +204,18 @@ def unread(port: int) -> Iterator[socket.socket]:
         yield one
 
 
+def calls_of(name: str, patch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released after each call of this method of a connection."""
+    method, calls = getattr(BoundedProtocol, name), threading.Semaphore(0)
+    patch.setattr(BoundedProtocol, name, lambda *args: (method(*args), calls.release()))
+    return calls
+
+
 def test_a_client_that_reads_nothing_is_given_up(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_http, "UNREAD_S", 0.3)
+    given_up = calls_of("_give_up", monkeypatch)
     with unread(large) as one:
-        time.sleep(1.5)
+        assert given_up.acquire(timeout=60)
         assert len(rest(one)) < LARGE
 
 
@@ -222,11 +231,12 @@ def test_a_client_that_reads_slowly_is_served(large: int, monkeypatch: pytest.Mo
 
 def test_of_too_much_that_is_unread_the_oldest_is_given_up(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_http, "MAX_UNREAD_BYTES", LARGE + (1 << 19))
+    waits = calls_of("pause_writing", monkeypatch)
     with contextlib.ExitStack() as stack:
         ones = []
         for _ in range(6):
             ones.append(stack.enter_context(unread(large)))
-            time.sleep(0.3)
+            assert waits.acquire(timeout=60)
         assert len(rest(ones[0])) < LARGE
         assert len(rest(ones[-1])) > LARGE
 

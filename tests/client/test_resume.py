@@ -141,7 +141,7 @@ def test_a_server_that_knows_no_resuming_is_an_error_and_no_text_twice(server, g
 @both
 def test_the_time_limit_is_that_of_the_whole_stream(server, generate):
     server.script = breaking(to_status(ResourceExhaustedError("full", 0.1)), at=[2] * 1000)
-    with pytest.raises(DeadlineExceededError, match=r"the time limit of 0\.5 s was over after 4 tokens"):
+    with pytest.raises(DeadlineExceededError, match=r"the time limit of 0\.5 s was over after \d+ tokens"):
         generate(server.address, "hi", timeout_s=0.5)
 
 

@@ -9,10 +9,11 @@ import threading
 import grpc
 import pytest
 from tests.client.support import TEXT
-from tests.support.fake_service import FakeService, Wire
+from tests.support.fake_service import FakeService
 
 from paceline.client import AsyncClient, Client, Tls
 from paceline.client.connection import Patience
+from paceline.cluster.ports import free_ports
 from paceline.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -108,8 +109,7 @@ either = pytest.mark.parametrize("ready", [_ready, lambda a, t: asyncio.run(_asy
 
 @either
 def test_waiting_for_a_service_that_starts(ready):
-    with Wire(1) as wire:
-        port = int(wire.address.rpartition(":")[2])
+    (port,) = free_ports(1)
     service = FakeService(port=port)
     service.info_error = NotFoundError("no application yet")
     service.health = "NOT_SERVING"
@@ -121,7 +121,7 @@ def test_waiting_for_a_service_that_starts(ready):
     for timer in timers:
         timer.start()
     try:
-        assert ready(f"127.0.0.1:{port}", 20).model_id == "big"
+        assert ready(f"127.0.0.1:{port}", 60).model_id == "big"
     finally:
         for timer in timers:
             timer.join()

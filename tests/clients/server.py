@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from paceline.cluster.ports import free_ports
 
 READY_S = 600
 
@@ -21,7 +22,7 @@ def serving(target: Path, *options: str, names: Sequence[str]) -> Iterator[str]:
 
     Raises RuntimeError if the server does not become ready.
     """
-    port, grpc_port = _free_ports(2)
+    port, grpc_port = free_ports(2)
     paceline = Path(sys.executable).with_name("paceline")
     command = [str(paceline), "serve", "--local", "--target", str(target), "--http-port", str(port), *options]
     command += ["--grpc-port", str(grpc_port)]
@@ -39,14 +40,6 @@ def serving(target: Path, *options: str, names: Sequence[str]) -> Iterator[str]:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def _free_ports(num: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in held]
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -268,7 +268,7 @@ def test_a_haproxy_that_nobody_keeps_ends_with_ray(tmp_path):
     own = f'PATH={tmp_path}:$PATH; pkill() {{ command pkill -P {os.getpid()} "$@"; }}'  # of this test's alone
     try:
         assert shell(f". {CLUSTER / 'environment.sh'}; {own}; stop_ray; echo $?").split() == ["stop", "3"]
-        assert running["haproxy-serve/5ec1"].wait(10) == -signal.SIGKILL
+        assert running["haproxy-serve/5ec1"].wait(60) == -signal.SIGKILL
         assert running["paceline-1"].poll() is None
     finally:
         for process in running.values():

@@ -24,7 +24,7 @@ from paceline.messages import (
 from paceline.router.session import MAX_DRAFT_RETRIES
 from paceline.types import Cause, FinishReason, Result, Round, SamplingParams, SpeculationParams
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 def serve(

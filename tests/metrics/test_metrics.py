@@ -7,7 +7,6 @@ import dataclasses
 import math
 import pickle
 import re
-import socket
 import time
 import urllib.request
 
@@ -20,6 +19,7 @@ from tests.metrics.test_page import page
 from tests.support.vllm_metrics import ABSENT, BOARDS, CHOSEN, LABELLED
 
 from paceline.cluster.first_node import start_ray
+from paceline.cluster.ports import free_ports
 from paceline.draft.stats import DraftStats
 from paceline.metrics import catalogue, declaration, engines
 from paceline.metrics import registry as registry_module
@@ -447,9 +447,7 @@ class TestMirror:
 class TestRay:
     def test_the_exporter_of_ray_shows_the_same_totals(self, monkeypatch):
         monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         start_ray(num_cpus=1, include_dashboard=False, log_to_driver=False, _metrics_export_port=port)
         try:
             registry = Registry("router-0", mirror=True)

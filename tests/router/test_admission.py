@@ -31,7 +31,7 @@ class Slow(Letters):
     def encode(self, text: str) -> tuple[int, ...]:
         if len(text) == len(LONG):
             self.threads.append(threading.current_thread())
-            assert self.go.wait(30)
+            assert self.go.wait(60)
         return super().encode(text)
 
 
@@ -115,7 +115,8 @@ async def test_the_default_length_is_what_the_prompt_leaves(monkeypatch: pytest.
     async with world.router() as router:
         plain = Request("a", "x" * 4092, SamplingParams(seed=1))
         served = asyncio.ensure_future(result_of(router, plain))
-        await asyncio.sleep(0.05)  # it is tokenized in a thread
+        while not router.active:  # it is tokenized in a thread
+            await asyncio.sleep(0.001)
         await world.until(served)
         token_ids, result = served.result()
         assert (len(token_ids), result.finish_reason) == (4, FinishReason.LENGTH)

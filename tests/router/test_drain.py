@@ -95,7 +95,7 @@ async def test_a_request_that_is_still_tokenized_ends_too(monkeypatch: pytest.Mo
 async def test_an_idle_service_drains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     without_sockets(monkeypatch)
     world = World(1)
-    async with world.router() as router, asyncio.timeout(30):
+    async with world.router() as router, asyncio.timeout(60):
         await GenerationService(router).drain(600.0)
         (task,) = tasks_of(router, "a", 1)
         await world.until(task)

@@ -70,7 +70,7 @@ async def test_an_error_in_one_tick_is_logged_and_the_next_tick_runs(
         waiting = anext(router.generate(Request("r", "abc")))
         asyncio.get_running_loop().call_later(0.02, setattr, clock, "now", 31.0)
         with pytest.raises(EngineError, match="no target replica was up for 30 s"):
-            await asyncio.wait_for(waiting, 30)
+            await asyncio.wait_for(waiting, 60)
     (record,) = errors_of(caplog)
     assert "paceline-router-tick" in record.getMessage()
     assert record.exc_info is not None
@@ -88,7 +88,7 @@ async def test_an_error_in_the_text_of_one_request_ends_that_one_and_no_other(
         router._touched = dict(router.active)
         router.digest()
         with pytest.raises(EngineError, match="could not process the output of this request"):
-            await asyncio.wait_for(first, 30)
+            await asyncio.wait_for(first, 60)
         assert list(router.active) == ["b"]
         assert not second.done()
         second.cancel()
@@ -147,7 +147,7 @@ async def test_an_error_in_a_task_of_a_link_is_logged_and_it_connects_again(
     for name in ("read_stream", "write_stream", "watch_silence"):
         monkeypatch.setattr(Link, name, broken_once if name == method else idle)
     async with running(Clock()) as router:
-        await asyncio.wait_for(again.wait(), 30)
+        await asyncio.wait_for(again.wait(), 60)
         (link,) = router.targets.links.values()
         assert link.reason == "RuntimeError: broken by a test"
     (record,) = errors_of(caplog)
@@ -175,7 +175,7 @@ async def test_an_error_while_a_link_goes_down_is_logged_and_it_connects_again(
     monkeypatch.setattr(Link, "serve_stream", stream)
     monkeypatch.setattr(Link, "on_down", once_broken(Link.on_down))
     async with running(Clock()) as router:
-        await asyncio.wait_for(again.wait(), 30)
+        await asyncio.wait_for(again.wait(), 60)
         assert not router.ready
     (record,) = errors_of(caplog)
     assert "paceline-link-target-0" in record.getMessage()

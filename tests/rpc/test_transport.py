@@ -56,7 +56,7 @@ async def serving(mounted, token=""):
 
 
 async def ask(connection, metadata=()):
-    async with connection, asyncio.timeout(20):
+    async with connection, asyncio.timeout(60):
         call = connection.stream_stream(METHOD)(metadata=metadata)
         await call.write(b"")
         return await call.read()
@@ -105,7 +105,7 @@ async def test_everybody_else_is_refused(mounted, tmp_path):
 async def test_the_token_is_asked_for_beside_the_certificate(mounted):
     async with serving(mounted, token="secret-token") as address:
         for metadata in ((), ((TOKEN_KEY, "secret"),), ((TOKEN_KEY, "secret-token-and-more"),)):
-            async with channel(address, certificates(mounted)) as connection, asyncio.timeout(20):
+            async with channel(address, certificates(mounted)) as connection, asyncio.timeout(60):
                 with pytest.raises(aio.AioRpcError) as refused:
                     await connection.stream_stream(METHOD)(metadata=metadata).read()  # a write may come too late
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -146,7 +146,7 @@ async def test_a_connection_that_says_nothing_is_closed_and_one_that_asked_is_no
         await call.write(b"")
         assert await call.read() == b"1"
         reader, writer = await asyncio.open_connection(*address.split(":"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await reader.read()  # to its end: the server may greet before
         writer.close()
         await call.write(b"")

@@ -16,7 +16,7 @@ import pytest
 from paceline.runtime import handover
 from paceline.runtime.handover import Handover
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 def run(body: Callable[[Handover, asyncio.AbstractEventLoop], Any]) -> Any:

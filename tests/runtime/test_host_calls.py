@@ -73,7 +73,7 @@ async def test_a_caller_that_gives_up_does_not_hold_up_the_next() -> None:
     host, _ = await started()
     held, waits = threading.Event(), asyncio.create_task(host.call(note))
     await waits
-    slow = asyncio.create_task(host.call(lambda engine: held.wait(30)))
+    slow = asyncio.create_task(host.call(lambda engine: held.wait(60)))
     given_up, others = asyncio.create_task(host.call(note)), asyncio.create_task(host.call(note))
     await asyncio.sleep(0.01)
     slow.cancel()
@@ -86,7 +86,7 @@ async def test_a_caller_that_gives_up_does_not_hold_up_the_next() -> None:
 async def test_a_call_ends_with_the_replica() -> None:
     host, _ = await started()
     held = threading.Event()
-    waiting = asyncio.create_task(host.call(lambda engine: held.wait(30)))
+    waiting = asyncio.create_task(host.call(lambda engine: held.wait(60)))
     await asyncio.sleep(0.01)
     stopping = asyncio.create_task(host.stop())
     with pytest.raises(EngineError, match="has been stopped"):
@@ -99,10 +99,10 @@ async def test_a_call_ends_with_the_replica() -> None:
 
 async def test_a_call_ends_with_the_engine() -> None:
     host, engine = await started()
-    held = threading.Event()
-    first = asyncio.create_task(host.call(lambda engine: held.wait(30)))
+    begun, held = threading.Event(), threading.Event()
+    first = asyncio.create_task(host.call(lambda engine: (begun.set(), held.wait(60))[1]))
     second = asyncio.create_task(host.call(note))
-    await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(begun.wait, 60)
     engine.broken = True
     held.set()
     assert await first

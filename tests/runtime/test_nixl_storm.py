@@ -168,7 +168,7 @@ async def storm(seed: int, num_steps: int, patch: pytest.MonkeyPatch) -> Storm:
         try:
             for _ in range(num_steps):
                 await found.step(address)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await found.end()
         finally:
             for move in found.moves:  # a mutant leaves some, whose calls the server would wait for

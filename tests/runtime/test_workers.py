@@ -25,7 +25,7 @@ from paceline.runtime.process_worker import ProcessWorker
 from paceline.runtime.workers import ThreadWorker
 from paceline_bench.processes import read_process
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 class Echo(Idle):

@@ -37,13 +37,14 @@ defaults
     timeout connect 5s
     timeout client 60s
     timeout server 60s
+    timeout check 10s
 frontend http_frontend
     bind 127.0.0.1:{http_port}
     http-request return status 200 content-type text/plain string "success"
 backend http-app
     option httpchk GET /
     http-check expect status 200
-    default-server inter 250ms fall 2 rise 1 check
+    default-server inter 250ms fall 4 rise 1 check
     server router 127.0.0.1:{health_port} check
 frontend grpc_frontend
     # gRPC requires HTTP/2.
@@ -58,7 +59,7 @@ backend app
     tcp-check connect
     tcp-check send-binary {request}
     tcp-check expect binary {answer}
-    default-server inter 250ms fall 2 rise 1
+    default-server inter 250ms fall 4 rise 1
     server router 127.0.0.1:{router_port} proto h2 check
     server fallback 127.0.0.1:1 proto h2 check backup
 """
@@ -218,7 +219,7 @@ async def proxy(tmp_path, client_ca=False, uses=("server", "internal")):
 
 
 async def first(channel, metadata=()):
-    async with channel, asyncio.timeout(20):
+    async with channel, asyncio.timeout(60):
         return await channel.unary_stream(METHOD)(b"", metadata=metadata).read()
 
 

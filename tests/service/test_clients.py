@@ -31,7 +31,7 @@ async def served(checkpoints, engines):
 
 async def _idle(router):
     """Waits until neither the router nor a replica holds a session."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while router.num_running or any(s.num_sessions for found in router.statuses().values() for s in found):
             await asyncio.sleep(0.01)
 

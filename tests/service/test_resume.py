@@ -137,14 +137,14 @@ async def test_killed_routers_break_no_stream_of_either_client(checkpoints, unbr
 
         async def awaited(client, name):
             sampling, speculation, stop = requests[name]
-            stream = client.generate(PROMPT, sampling, speculation, stop=stop, logprobs=True, timeout_s=80)
+            stream = client.generate(PROMPT, sampling, speculation, stop=stop, logprobs=True, timeout_s=200)
             async for chunk in stream:
                 came((name, "async"), chunk)
             return name, stream.num_resumes, await stream.result
 
         def blocking(client, name, loop):
             sampling, speculation, stop = requests[name]
-            stream = client.generate(PROMPT, sampling, speculation, stop=stop, logprobs=True, timeout_s=80)
+            stream = client.generate(PROMPT, sampling, speculation, stop=stop, logprobs=True, timeout_s=200)
             for chunk in stream:
                 loop.call_soon_threadsafe(came, (name, "blocking"), chunk)
             return name, stream.num_resumes, stream.result

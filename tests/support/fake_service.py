@@ -155,7 +155,7 @@ class FakeService(GenerationServiceServicer, health_pb2_grpc.HealthServicer):
 
     def __enter__(self):
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
         self.address = f"127.0.0.1:{self.port}"
         return self
 
@@ -166,7 +166,7 @@ class FakeService(GenerationServiceServicer, health_pb2_grpc.HealthServicer):
         """Ends the server and every stream at once."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def wait_cancelled(self, request_id, timeout_s=60.0):

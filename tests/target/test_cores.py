@@ -13,6 +13,7 @@ import torch
 from tests.support.compilers import needs_products
 from tests.support.models import pair, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, plain_reference
+from tests.support.threads import has_more_threads, thread_ids
 from tests.target.test_heads import EVERY, known, oracle, pump_with
 
 from paceline.model.loading import LoadedModel, prepare
@@ -111,14 +112,14 @@ def test_the_thread_that_takes_steps_stays_on_its_own_cores_and_gets_help_from_l
     def work() -> None:
         allowed = sorted(os.sched_getaffinity(0))[:2]
         os.sched_setaffinity(0, allowed)
-        before = len(os.listdir("/proc/self/task"))
+        before = thread_ids()
         cores = TargetCores.of(1, 1, loaded(torch.bfloat16, compiles=True))
         assert cores is not None
         for shared in (False, True, True, False):
             cores.use(shared=shared)
             assert (cores.num, cores.most) == (1 + shared, 2)
             assert os.sched_getaffinity(0) == {allowed[0]}, "whoever helps has the other core"
-            assert len(os.listdir("/proc/self/task")) == before + shared
+            assert has_more_threads(before, shared)
 
     in_a_thread(work)
 

@@ -42,7 +42,7 @@ def served(edge: Edge, **options) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()
 
 

@@ -212,7 +212,7 @@ def test_it_fits_a_phone_in_light_and_dark(page):
 
 
 def test_every_control_has_a_name_and_is_reached_by_the_keyboard(page):
-    until(page, lambda: have_names(page), timeout_s=10)
+    until(page, lambda: have_names(page))
     page.find_element(By.TAG_NAME, "body").send_keys(Keys.TAB)
     seen = []
     for _ in range(8):
@@ -257,7 +257,7 @@ def engines(process):
 def test_the_draft_is_killed_and_the_text_goes_on(page, server):
     target, draft = engines(server[1])
     Select(page.find_element(By.ID, "order")).select_by_value("together")
-    run(page, tokens="240", seed="5")
+    run(page, tokens="480", seed="5")
     until(page, lambda: origins(page, "overlapped"))
     os.kill(target, signal.SIGSTOP)  # so that the text is not at its end before the page has seen what happens
     try:

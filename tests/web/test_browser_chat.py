@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from tests.web.support import edge_over, served
 from tests.web.test_browser import CHANGED, CONTRAST, fill, have_names, text, until
 
 from paceline.checkpoint.chat import load_chat
+from paceline.target.engine import TargetEngine
 
 pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By
@@ -269,7 +271,9 @@ def test_an_answer_that_plain_decoding_does_not_give_is_said_to_differ(page):
     assert "bad" in page.find_element(By.CSS_SELECTOR, ".message .verdict").get_attribute("class")
 
 
-def test_an_answer_is_stopped_and_what_has_come_stays(page):
+def test_an_answer_is_stopped_and_what_has_come_stays(page, monkeypatch):
+    step = TargetEngine.step  # one that takes its time: the answer is not at its end before it is stopped
+    monkeypatch.setattr(TargetEngine, "step", lambda engine: (time.sleep(0.02), step(engine))[1])
     page.execute_script(BODIES)
     fill(page, "chat-tokens", "1500")
     fill(page, "chat-seed", "5")
@@ -333,7 +337,7 @@ def test_thoughts_colors_and_a_phone_in_light_and_dark(page):
             prefer(page, color_scheme=scheme)
             assert page.execute_script("return document.documentElement.scrollWidth") <= width
             assert page.execute_script(CONTRAST) == [], (scheme, width)
-    until(page, lambda: have_names(page), timeout_s=10)
+    until(page, lambda: have_names(page))
 
 
 def test_the_completion_of_prompts_is_one_press_away(page):

@@ -224,7 +224,7 @@ async def test_a_full_queue_refuses_and_a_short_input_does_not_wait_for_long_one
 
     def slow() -> bool:
         begun.set()
-        return go.wait(30)
+        return go.wait(60)
 
     long = [asyncio.create_task(preparation.run(LONG_BYTES + 1, slow)) for _ in range(2)]
     await _until(begun.is_set)
@@ -297,7 +297,7 @@ def test_what_pages_of_other_origins_send_unasked_is_refused(headers: dict[str, 
     with served(edge_over(service)) as url:
         asked = urllib.request.Request(f"{url}/v1/completions", b'{"prompt": "a"}', headers)
         try:
-            status = urllib.request.urlopen(asked, timeout=30).status
+            status = urllib.request.urlopen(asked, timeout=60).status
         except urllib.error.HTTPError as error:
             status = error.code
     assert (status, len(service.requests)) == (wanted, int(wanted == 200))

@@ -161,10 +161,13 @@ async def test_every_cancel_frees_the_session_everywhere(app, how):
 
 async def ended(app):
     """Requests that ran to their natural end, over all routers."""
-    await asyncio.sleep(2.5)  # every router reports once a second
-    (text,) = await app.ask("Monitor", "exposition")
-    lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if 'finished_reason="length"' in line)
+    counts = []
+    while len(counts) < 2 or counts[-1] != counts[-2]:
+        await asyncio.sleep(2.5)  # every router reports once a second
+        (text,) = await app.ask("Monitor", "exposition")
+        lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total")]
+        counts.append(sum(float(line.rpartition(" ")[2]) for line in lines if 'finished_reason="length"' in line))
+    return counts[-1]
 
 
 async def test_a_deadline_frees_the_session(app):
@@ -180,10 +183,10 @@ async def test_cancel_reaches_the_router_that_has_the_request(app):
         reply = await stub.Cancel(pb.CancelRequest(request_id="nobody"))
         assert not reply.cancelled
         for i in range(6):  # routers are chosen by the proxy: one of the two unary calls meets the other one
-            reader = asyncio.create_task(collect(stub.Generate(request(letters(9), LONG, request_id=f"c{i}"))))
-            await asyncio.sleep(0.2)
+            call = stub.Generate(request(letters(9), LONG, request_id=f"c{i}"))
+            await anext(aiter(call))
             assert (await stub.Cancel(pb.CancelRequest(request_id=f"c{i}"))).cancelled
-            _, _, complete = await reader
+            _, _, complete = await collect(call)
             assert complete.finish_reason == "abort"
 
 

@@ -120,7 +120,7 @@ def check_lossless(app):
             stop=request.stop,
             request_id=request.request_id,
             logprobs=True,
-            timeout_s=80,
+            timeout_s=200,
         )
         chunks = [chunk async for chunk in stream]
         return chunks, await stream.result
@@ -129,7 +129,7 @@ def check_lossless(app):
         async with AsyncClient(app.address) as client:
             results = await asyncio.gather(*(ask(client, request) for request in made))
         await assert_all_free(app)
-        await until(lambda: no_page(), 10, "no KV page is used")
+        await until(lambda: no_page(), 60, "no KV page is used")
         return results
 
     async def no_page():

@@ -46,6 +46,11 @@ def expected(asked: list[tuple[str, SamplingParams]]) -> list[Result]:
         return [pipeline.generate(prompt, sampling, PLAIN).result for prompt, sampling in asked]
 
 
+def pooled(result: Result) -> int:
+    """Draft tokens of the draft in the pool."""
+    return result.speculation.drafted - result.speculation.head_drafted
+
+
 def prompts(max_tokens: int) -> list[tuple[str, SamplingParams]]:
     return [
         (prompt, SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, ignore_eos=True))
@@ -73,7 +78,11 @@ def test_a_draft_model_whose_place_is_chosen_is_in_both_and_the_text_is_that_of_
     asked = prompts(64)
     with ServiceProcess(tree) as service, Client(service.address) as client:
         results = [client.generate(prompt, sampling, speculation=WAITS).result for prompt, sampling in asked]
+        for _ in range(30):  # when a draft pays is the target's to judge: it may take several requests
+            if any(pooled(result) for result in results):
+                break
+            results = [client.generate(*one, speculation=WAITS).result for one in asked]
         (target,) = client.server_info().pools["target"]
     assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in expected(asked)]
-    assert sum(result.speculation.drafted - result.speculation.head_drafted for result in results) > 0
+    assert any(pooled(result) for result in results)
     assert "draft_model" in target.controller, "a head, too"

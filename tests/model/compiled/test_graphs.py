@@ -120,7 +120,7 @@ def test_without_turns_two_captures_would_meet(cuda: FakeCuda, monkeypatch: pyte
         calls.number = getattr(calls, "number", 0) + 1
         if calls.number == 4:  # the captured one
             with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(1)
+                both.wait(60)
 
     def record() -> None:
         try:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support.compilers import needs_products, products_with
 from tests.support.models import random_model
 from tests.support.rings import nightly
+from tests.support.threads import has_more_threads, thread_ids
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -41,11 +42,6 @@ def shared() -> Iterator[Callable[[int], None]]:
     """Sets by how many threads the products of a test are shared; afterwards by one again."""
     yield cpu_linear.share_products
     cpu_linear.share_products(1)
-
-
-def thread_ids() -> set[str]:
-    """Ids of the threads of this process."""
-    return set(os.listdir("/proc/self/task"))
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
@@ -210,23 +206,19 @@ def test_pieces_that_are_left_out_are_noticed(faulty: ctypes.CDLL) -> None:
 @needs_products
 def test_threads_end_with_the_one_that_they_help_and_leave_it_where_it_may_run() -> None:
     def work() -> None:
-        allowed, before = os.sched_getaffinity(0), len(os.listdir("/proc/self/task"))
+        allowed, before = os.sched_getaffinity(0), thread_ids()
         cpu_linear.share_products(2)
-        assert len(os.listdir("/proc/self/task")) == before + 1
+        assert has_more_threads(before, 1)
         if len(allowed) > 1:
             assert len(os.sched_getaffinity(0)) == 1
         cpu_linear.share_products(1)
-        assert len(os.listdir("/proc/self/task")) == before
+        assert has_more_threads(before, 0)
         assert os.sched_getaffinity(0) == allowed
         cpu_linear.share_products(3)
 
     names = thread_ids()
     in_a_thread(work)
-    for _ in range(1000):  # Python joins a thread a little before the system ends it
-        if thread_ids() <= names:
-            break
-        time.sleep(0.01)
-    assert thread_ids() <= names
+    assert has_more_threads(names, 0)
 
 
 @needs_products

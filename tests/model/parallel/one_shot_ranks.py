@@ -165,7 +165,7 @@ def deaths(module: Any) -> str:
         answers.put(((healthy, end.failed()), isnan, counters))
 
     on_ranks(module, 2, use, torch.float32)
-    answer = answers.get(timeout=10)
+    answer = answers.get(timeout=60)
     return "holds" if answer == ((False, True), [True] * 3, [3, 2]) else str(answer)
 
 
