@@ -175,16 +175,26 @@ def test_a_step_reads_fp8_weights_as_a_gpu_keeps_them(tmp_path: Path, capsys: py
 
 
 def test_a_plugin_is_forecast_by_what_was_measured_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    found = advised(capsys, *STEP, "--plugin", "bigrams=0.5,0.2", "--method", "plugin")
-    assert found["acceptance"]["plugin"] == {"value": 0.5, "source": "given, --plugin bigrams"}
+    found = advised(capsys, *STEP, "--measured", "bigrams=0.5,0.2", "--method", "plugin")
+    assert found["acceptance"]["plugin"] == {"value": 0.5, "source": "given, --measured bigrams"}
     assert found["configuration"]["draft_config"]["kind"] == "plugin"
     assert ServiceConfig.parse(found["configuration"]).draft_config.engine_kwargs.drafter == "bigrams"
-    slower = advised(capsys, *STEP, "--plugin", "bigrams=0.5,20")
+    slower = advised(capsys, *STEP, "--measured", "bigrams=0.5,20")
     rates = [
         next(f["predicted"]["tokens_per_s"] for f in each["forecasts"] if f["name"] == "plugin")
         for each in (found, slower)
     ]
     assert rates[0] > rates[1]
+
+
+def test_a_head_is_forecast_by_what_was_measured_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A depth of a twentieth of a step, acceptance 0.6: K tokens cost K / 20 steps and bring 0.6 + 0.36 + .."""
+    found = advised(capsys, "--target-step-ms", "11.5", "--measured", "MTP=0.6,0.575")
+    assert found["acceptance"]["MTP"] == {"value": 0.6, "source": "given, --measured MTP"}
+    headed = next(each for each in found["forecasts"] if each["name"] == "MTP")
+    k, row = headed["predicted"]["k"], 1 / 295
+    gain = (1 - 0.6 ** (k + 1)) / 0.4 / (k * 0.05 + 1 + k * row)
+    assert headed["times_plain"] == pytest.approx(gain, rel=0.01)
 
 
 def test_the_text_ends_with_the_configuration_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,8 +279,12 @@ def test_what_does_not_fit_is_named_with_the_reason(
         (["--from", "/nowhere"], "'/nowhere': it cannot be read"),
         (["--method", "EAGLE"], "--method is 'EAGLE': no checkpoint of it was found"),
         (["--method", "magic"], "--method is 'magic': possible on these devices are "),
-        (["--plugin", "mine"], "--plugin is 'mine': NAME=A,MS is needed, A from 0 and below 1, MS above 0"),
-        (["--plugin", "mine=1,2"], "--plugin is 'mine=1,2': NAME=A,MS is needed"),
+        (["--measured", "mine"], "--measured is 'mine': NAME=A,MS is needed, A from 0 and below 1, MS above 0"),
+        (["--measured", "mine=1,2"], "--measured is 'mine=1,2': NAME=A,MS is needed"),
+        (
+            ["--measured", "mine=0.5,1", "--measured", "other=0.5,1"],
+            "--measured names mine and other, which are no methods",
+        ),
         (["--kept", "1.5"], "--kept is '1.5': a number above 0 and at most 1 is needed"),
         (["--method", "plugin"], "--method is 'plugin': only its author knows what a plugin yields: give your"),
         (["--head", "magic=/x"], "--head magic=/x: method is 'magic': it must be "),

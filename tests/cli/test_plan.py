@@ -149,8 +149,6 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
         ({"--branch-ms": "0.1"}, "--branch-ms 0.1 is given without --trees"),
         ({"--lookup-share": "0.5"}, "--lookup-share 0.5 is given without --trees"),
         ({"--draft-on-target-nodes": "", "--draft-devices": "1"}, "--draft-devices 1 is given with --draft-on-target"),
-        ({"--head-acceptance": "0.6"}, "--head-acceptance 0.6 is given without --head-step-ms"),
-        ({"--head-step-ms": "1", "--head-tokens": "3"}, "--head-step-ms 1 is given without --head-acceptance"),
     ],
 )
 def test_flags_at_odds(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,30 +286,6 @@ def test_the_same_devices_in_four_ways(capsys: pytest.CaptureFixture[str]) -> No
     assert ways["overlapped"]["per_device"] == pytest.approx(ways["overlapped"]["tokens_per_s"] / 3)
     assert ways["co-located"]["load"]["targets"] == 1  # the third device is too little for a target
     assert ways["overlapped"]["tokens_per_s"] > ways["co-located"]["tokens_per_s"] > ways["plain"]["tokens_per_s"]
-
-
-def test_a_head_in_the_place_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
-    """A depth of a twentieth of a step, acceptance 0.6: K tokens cost K / 20 steps and bring 0.6 + 0.36 + .."""
-    head: dict[str, str | None] = {"--head-step-ms": "0.575", "--head-acceptance": "0.6", "--sessions": "1"}
-    assert plan(head, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["head"]["share"] == pytest.approx(4 * 0.05)
-    assert found["head"]["accepted"] == pytest.approx(0.6 + 0.36 + 0.216 + 0.1296)
-    ways = {way["name"]: way for way in found["same_devices"]}
-    assert list(ways) == ["plain", "co-located", "head", "sequential", "overlapped"]
-    headed, plainly = ways["head"]["predicted"], ways["plain"]["predicted"]
-    k = headed["k"]
-    assert 1 <= k <= 4
-    row = 1 / 295
-    gain = (1 - 0.6 ** (k + 1)) / 0.4 / (k * 0.05 + 1 + k * row)
-    assert headed["tokens_per_s"] / plainly["tokens_per_s"] == pytest.approx(gain, rel=0.01)
-    assert ways["head"]["tokens_per_s"] == pytest.approx(headed["tokens_per_s"], rel=0.05)
-    assert plan(head) == 0
-    printed = capsys.readouterr().out
-    assert "its 4 tokens take 20% of a step, and 1.31 of them are accepted" in printed
-    assert "In the place of the drafts, with at most" in printed
-    assert plan(head | {"--slo-itl-ms": "0.1"}) == 1
-    assert "none of whose devices a head could make another use" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--head", action="append", metavar="METHOD=MODEL", help="a head, as for paceline generate (repeatable)"
     )
     group.add_argument(
-        "--plugin",
-        type=_plugin,
+        "--measured",
+        type=_figures,
+        action="append",
+        default=[],
         metavar="NAME=A,MS",
-        help="a drafter of your own: its measured acceptance and the milliseconds of one of its forwards",
+        help="a method, or a drafter of your own: its measured acceptance and the milliseconds of one of its forwards "
+        "(repeatable)",
     )
     group = parser.add_argument_group("service")
     group.add_argument("--devices", type=_COUNT, default=1, metavar="N", help="of all replicas together (default 1)")
@@ -157,15 +160,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Plugin:
-    """Measurements of a drafter of the user's own."""
+class Figures:
+    """Measurements of a method, or of a drafter of the user's own."""
 
     name: str
     acceptance: float
     step_s: float
 
 
-def _plugin(text: str) -> Plugin:
+def _figures(text: str) -> Figures:
     name, _, figures = text.partition("=")
     try:
         acceptance, step_ms = map(float, figures.split(","))
@@ -173,9 +176,27 @@ def _plugin(text: str) -> Plugin:
         acceptance = step_ms = math.nan
     if not (name and 0 <= acceptance < 1 and 0 < step_ms < math.inf):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: NAME=A,MS is needed, A from 0 and below 1, MS above 0, such as bigrams=0.4,0.1"
+            f"{text!r}: NAME=A,MS is needed, A from 0 and below 1, MS above 0, such as MTP=0.4,0.1"
         )
-    return Plugin(name, acceptance, step_ms / 1e3)
+    return Figures(name, acceptance, step_ms / 1e3)
+
+
+def _own_drafter(measured: Sequence[Figures]) -> str | None:
+    """The name in ``--measured`` that is no method: a drafter of the user's own. Raises ConfigError for two of them."""
+    from paceline.drafters.catalogue import METHODS
+
+    own = [each.name for each in measured if each.name not in {method.name for method in METHODS}]
+    if len(own) > 1:
+        raise ConfigError(
+            f"--measured names {' and '.join(own)}, which are no methods: one drafter of your own is allowed"
+        )
+    return next(iter(own), None)
+
+
+def _given(args: argparse.Namespace, each: AvailableMethod) -> Figures | None:
+    """The figures that ``--measured`` gives of a method; None: none."""
+    name = each.method.options["drafter"] if each.method.kind == "plugin" else each.method.name
+    return next((figures for figures in args.measured if figures.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +228,7 @@ def run_advise(args: argparse.Namespace) -> int:
     size = checkpoint.size(on_gpu=args.source is None)  # FP8 weights stay 8 bits there
     if size is None:
         raise ConfigError(f"--target is {target!r}: its weights are not on this machine, fetch it first")
-    found = available_methods(checkpoint, draft and resolve(draft), heads, args.plugin and args.plugin.name)
+    found = available_methods(checkpoint, draft and resolve(draft), heads, _own_drafter(args.measured))
     found += _on_hosts(args, draft, found)
     found = [_if_served(each, target, args.target_devices) for each in found]
     run = None if args.source is None else read_one(args.source, args.temperature, "--temperature")
@@ -333,8 +354,9 @@ def _candidate(
     if run is not None and _is_of_run(each):
         shared = {cores: times.draft for cores, times in run.cores.items()}
         return replace(found, step=run.system.draft, shared=shared, path=run.system.path, has_siblings=True)
-    if each.method.kind == "plugin":
-        return replace(found, step=StepTable.affine(args.plugin.step_s, 0.0))
+    if (given := _given(args, each)) is not None:
+        row_s = given.step_s / _RIDGE if each.forward_bytes else 0.0
+        found = replace(found, step=StepTable.affine(given.step_s, row_s))
     found = replace(found, state_bytes=each.state_bytes, riding_rows=each.riding_rows)
     if each.state_bytes:
         found = replace(found, kept=args.kept)
@@ -365,9 +387,9 @@ def _weighed(
 
 
 def _acceptance(args: argparse.Namespace, target: str, each: AvailableMethod, run: Measurements | None) -> Acceptance:
-    if each.method.kind == "plugin" and not args.measure:
-        return Acceptance(args.plugin.acceptance, f"given, --plugin {args.plugin.name}")
     if not args.measure:
+        if (given := _given(args, each)) is not None:
+            return Acceptance(given.acceptance, f"given, --measured {given.name}")
         if run is not None and _is_of_run(each):
             source = f"measured, {args.source} at temperature {run.temperature:g}"
             return Acceptance(run.system.outcomes.acceptance, source)

@@ -13,12 +13,12 @@ from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.numbers import POSITIVE, integer, number
-from paceline.cli.plan_report import HIT_K, about_head, as_json, report, same_devices
+from paceline.cli.plan_report import HIT_K, as_json, report, same_devices
 from paceline.cli.table import working
 from paceline.errors import ConfigError
 from paceline.plan import measured
 from paceline.plan.closed_form import Requests, System
-from paceline.plan.devices import Devices, HeadTimes, Way, ways
+from paceline.plan.devices import Devices, Way, ways
 from paceline.plan.outcomes import LEAST_PATH_PROB, Outcomes
 from paceline.plan.search import (
     MOST_FAN_OUT,
@@ -33,7 +33,6 @@ from paceline.plan.search import (
     whole,
 )
 from paceline.plan.times import StepTable
-from paceline.types import MAX_DRAFT_TOKENS
 
 _RIDGE = 295
 """Tokens of a bf16 step whose arithmetic takes as long as reading the weights on an H100: 989 TFLOP/s over 3.35 TB/s,
@@ -41,7 +40,6 @@ with 2 FLOP and 2 bytes for each weight."""
 _BANDWIDTH_GB_S = 3350
 _DEVICE_COST = 2.5
 _OUTPUT_TOKENS = 256
-_HEAD_TOKENS = 4
 _TARGET_DEVICES, _DRAFT_DEVICES = 4, 1
 
 
@@ -112,15 +110,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lookup-share", type=number(0, 1), metavar="P", help=help_)
     help_ = "probability that such a token is accepted there, given those before it"
     group.add_argument("--lookup-acceptance", type=number(0, 1), metavar="A", help=help_)
-    group = parser.add_argument_group("a head of the target, in the place of a draft")
-    help_ = "one depth of one session, as paceline status says; being fed is part of the target's step"
-    group.add_argument("--head-step-ms", type=POSITIVE, metavar="MS", help=help_)
-    help_ = f"each further session (default: 1/{_RIDGE} of that)"
-    group.add_argument("--head-row-ms", type=number(0), metavar="MS", help=help_)
-    help_ = "probability that one of its tokens is accepted, given those before it"
-    group.add_argument("--head-acceptance", type=number(0, 1, open_high=True), metavar="A", help=help_)
-    help_ = f"the most that it proposes at once (default {_HEAD_TOKENS})"
-    group.add_argument("--head-tokens", type=integer(1, MAX_DRAFT_TOKENS), metavar="N", help=help_)
     group = parser.add_argument_group("keys and values that each step reads, for requests")
     group.add_argument("--target-kv-kib", type=number(0), metavar="KIB", help="of a token, in one rank (default 0)")
     group.add_argument("--draft-kv-kib", type=number(0), metavar="KIB", help="the same of the draft (default 0)")
@@ -287,21 +276,6 @@ def _trees_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def head_of(args: argparse.Namespace) -> HeadTimes | None:
-    """The head that the flags describe; None: none. Raises ConfigError."""
-    given = {
-        flag: _given(args, flag) for flag in ("--head-step-ms", "--head-acceptance", "--head-row-ms", "--head-tokens")
-    }
-    if all(value is None for value in given.values()):
-        return None
-    for flag in ("--head-step-ms", "--head-acceptance"):
-        if given[flag] is None:
-            other, value = next((name, value) for name, value in given.items() if value is not None)
-            raise ConfigError(f"{other} {value:g} is given without {flag}: a head needs its time and its acceptance")
-    depth = _steps(args.head_step_ms, args.head_row_ms, None, "--head")
-    return HeadTimes(depth, args.head_acceptance, args.head_tokens or _HEAD_TOKENS)
-
-
 def _steps(step_ms: float | None, row_ms: float | None, known: StepTable | None, flag: str) -> StepTable:
     if step_ms is not None:
         return StepTable.affine(step_ms / 1e3, (step_ms / _RIDGE if row_ms is None else row_ms) / 1e3)
@@ -366,7 +340,7 @@ def prices_of(args: argparse.Namespace, devices: Devices) -> Prices:
 def run_plan(args: argparse.Namespace) -> int:
     """Runs ``paceline plan``."""
     _require_all(args)
-    system, wish, head = system_of(args), wish_of(args), head_of(args)
+    system, wish = system_of(args), wish_of(args)
     devices = Devices(args.target_devices or _TARGET_DEVICES, _draft_devices(args))
     prices = prices_of(args, devices)
     same: list[Way] = []
@@ -377,15 +351,13 @@ def run_plan(args: argparse.Namespace) -> int:
         overlapped = overlapped and whole(system, wish, overlapped, seed=args.seed)
         if overlapped is not None:
             k = overlapped.predicted.k
-            same = list(ways(system, overlapped.load, k, devices, head=head, seed=args.seed))
+            same = list(ways(system, overlapped.load, k, devices, seed=args.seed))
     if args.json:
-        print(json.dumps(as_json(system, wish, prices, plain, overlapped, same, head), indent=2))
+        print(json.dumps(as_json(system, wish, prices, plain, overlapped, same), indent=2))
     else:
         print("\n".join(report(system, wish, prices, plain, overlapped)))
         if same:
             print("\n".join(("", *same_devices(devices, same))))
-        if head is not None:
-            print("\n".join(("", *about_head(system, head, same))))
     return EXIT_DONE if plain or overlapped else EXIT_FAILED
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from paceline.cli.table import table
 from paceline.plan.closed_form import System
-from paceline.plan.devices import Devices, HeadTimes, Way
+from paceline.plan.devices import Devices, Way
 from paceline.plan.search import Fleet, Objective, Prices, Wish, pays, settings_of
 
 HIT_K = 4
@@ -27,7 +27,6 @@ def as_json(
     plain: Fleet | None,
     overlapped: Fleet | None,
     same: Sequence[Way],
-    head: HeadTimes | None = None,
 ) -> dict[str, Any]:
     """The object that ``--json`` prints; null where no fleet keeps the limit, and for absent parts."""
     found = {
@@ -38,7 +37,6 @@ def as_json(
         "config": settings_of(system, wish, overlapped) if overlapped else None,
         "speculation_pays": pays(plain, overlapped),
         "same_devices": [asdict(way) for way in same],
-        "head": asdict(head) | {"accepted": head.accepted, "share": head.share(system.target)} if head else None,
     }
     finite: dict[str, Any] = _finite(found)
     return finite
@@ -135,25 +133,6 @@ def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:
         for way in same
     ]
     yield from table(rows, sys.stdout)
-
-
-def about_head(system: System, head: HeadTimes, same: Sequence[Way]) -> Iterator[str]:
-    """Yields lines on the cost and yield of a head, alone and instead of drafts."""
-    yield (
-        f"head: {head.depth.seconds(1) * 1e3:.3g} ms a depth of one session, acceptance {head.acceptance:.3g}: its "
-        f"{_number_of(head.num_tokens, 'token')} take {head.share(system.target):.0%} of a step, and "
-        f"{head.accepted:.2f} of them are accepted"
-    )
-    of = {way.name: way for way in same}
-    if "head" not in of:
-        yield "No fleet with drafts keeps the limit, so there is none of whose devices a head could make another use."
-        return
-    headed, plainly, drafted = (of[name].per_device for name in ("head", "plain", "overlapped"))
-    k = _number_of(of["head"].simulated.k, "token")
-    yield (
-        f"In the place of the drafts, with at most {k} at once, it yields {headed / plainly:.2f} times what "
-        f"plain decoding does on each device, and {headed / drafted:.2f} times what overlapped decoding does."
-    )
 
 
 def _two(seconds: Mapping[int, float]) -> str:

@@ -124,7 +124,7 @@ def needs_nothing(asked: Asked) -> AvailableMethod:
 def of_plugin(asked: Asked) -> AvailableMethod:
     """A user's own drafter. Raises ConfigError for one that is not named."""
     if asked.plugin is None:
-        raise ConfigError("only its author knows what a plugin yields: give your measurements as --plugin NAME=A,MS")
+        raise ConfigError("only its author knows what a plugin yields: give your measurements as --measured NAME=A,MS")
     return AvailableMethod(replace(asked.method, options={**asked.method.options, "drafter": asked.plugin}))
 
 

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from paceline.plan.closed_form import Load, Prediction, System, best_k, plain, predict
-from paceline.plan.outcomes import Outcomes, expected_tokens
 from paceline.plan.results import Result
 from paceline.plan.search import seconds_for, slice_of
-from paceline.plan.times import StepTable
 from paceline.plan.trees import simulate
 from paceline.types import Mode
 
@@ -40,40 +38,11 @@ class Way:
     """Tokens per second for each device in use: devices that are too few for a target are left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadTimes:
-    """Cost and acceptance of a head of the target."""
-
-    depth: StepTable
-    """Seconds of one depth, by the number of sessions."""
-    acceptance: float
-    """Probability that a token of the head is accepted, given its ancestors."""
-    num_tokens: int
-    """The most tokens that it proposes at once."""
-
-    @property
-    def accepted(self) -> float:
-        """Expected accepted tokens of a full proposal, without the target's own next token."""
-        return expected_tokens(self.acceptance, self.num_tokens) - 1.0
-
-    def share(self, target: StepTable) -> float:
-        """Time of a full proposal of one session over the time of a one-token step."""
-        return self.num_tokens * self.depth.seconds(1) / target.seconds(1)
-
-    def alone(self, system: System) -> System:
-        """The system in which each target has this head and no draft: it drafts for itself, on its own device."""
-        outcomes = Outcomes.derived(self.acceptance)
-        return replace(system, draft=self.depth, path=None, outcomes=outcomes, draft_kv_s=0.0, colocated=True)
-
-
-def ways(
-    system: System, load: Load, k: int, devices: Devices, *, head: HeadTimes | None = None, seed: int = 0
-) -> Iterator[Way]:
+def ways(system: System, load: Load, k: int, devices: Devices, *, seed: int = 0) -> Iterator[Way]:
     """Yields every way of decoding with the devices and sessions of ``load``, and requests without a pause.
 
     ``k``: of overlapped decoding; the others use their best K. Co-located: every replica is a target that drafts for
-    itself, on the same total of devices; its draft's step takes as long as on a draft's own device. ``head``: also
-    yields this head in every target instead of a draft, which needs no devices.
+    itself, on the same total of devices. Its draft's step takes as long as on a draft's own device.
     """
     if load.requests is not None:
         load = replace(load, requests=replace(load.requests, per_s=None))
@@ -81,9 +50,6 @@ def ways(
     in_turn = replace(system, colocated=True)
     yield _way("plain", system, alone, plain(system, alone), devices, seed)
     yield _way("co-located", in_turn, alone, best_k(in_turn, alone, Mode.SEQUENTIAL), devices, seed)
-    if head is not None:
-        headed = head.alone(system)
-        yield _way("head", headed, alone, best_k(headed, alone, Mode.SEQUENTIAL, head.num_tokens), devices, seed)
     yield _way("sequential", system, load, best_k(system, load, Mode.SEQUENTIAL), devices, seed)
     yield _way("overlapped", system, load, predict(system, load, Mode.OVERLAPPED, k), devices, seed)
 

@@ -159,7 +159,7 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
     if heads := data["settings"].get("heads"):
         raise ConfigError(
             f"{path} was measured with the head {heads[0]}: the times of its steps include the head's, so "
-            "measure without --head, and give --head-step-ms and --head-acceptance"
+            "measure without --head; paceline advise --measured takes the head's own"
         )
     if (drafter := data["settings"].get("drafter", "model")) != "model":
         raise ConfigError(f"{path} was measured with --drafter {drafter}: a run with a draft model is needed")
