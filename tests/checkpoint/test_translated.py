@@ -24,6 +24,7 @@ from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import folder_of
 from paceline.checkpoint.size import has_weights
+from paceline.checkpoint.token_text import byte_alphabet
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.cli.main import main
 from paceline.cluster.ports import free_ports
@@ -59,8 +60,7 @@ def ranks() -> dict[bytes, int]:
         vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator(CORPUS, trainer)
-    letters = tiktoken_model.letters_of(pre_tokenizers.ByteLevel.alphabet())
-    return {bytes(map(letters.index, token)): rank for token, rank in backend.get_vocab().items()}
+    return {bytes(map(byte_alphabet().__getitem__, token)): rank for token, rank in backend.get_vocab().items()}
 
 
 RANKS = ranks()

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.token_text import byte_alphabet
 from paceline.errors import ConfigError
 
 FILE = "tiktoken.model"
@@ -90,8 +91,7 @@ def converted(folder: Path, settings: Mapping[str, Any]) -> tuple[str, dict[str,
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     ranks = _ranks(folder / FILE)
-    written = pre_tokenizers.ByteLevel.alphabet()
-    letters = letters_of(written)
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
     spelled = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
     vocab = {spelled[token]: rank for token, rank in ranks.items()}
     merges = [(spelled[first], spelled[second]) for first, second in merges_of(ranks)]
@@ -136,13 +136,6 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
             if first is not None and second is not None:
                 found.append((rank, first, second, token[:place], token[place:]))
     return [pair[3:] for pair in sorted(found)]
-
-
-def letters_of(alphabet: list[str]) -> list[str]:
-    """The printable character that stands for each byte: itself where it is printable, else one from 256 on."""
-    shifted = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
-    own = {letter for letter in alphabet if ord(letter) < 256}
-    return [chr(byte) if chr(byte) in own else next(shifted) for byte in range(256)]
 
 
 def _added(settings: Mapping[str, Any], first: int, where: str) -> list[tuple[str, bool]]:

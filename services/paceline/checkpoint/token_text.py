@@ -58,7 +58,7 @@ class TokenBytes:
     def of(self, token: str) -> bytes:
         """The bytes of a token as the tokenizer writes it."""
         if "ByteLevel" in self._kinds:
-            alphabet = _byte_level()
+            alphabet = byte_alphabet()
             return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
         if "ByteFallback" in self._kinds and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
@@ -113,7 +113,7 @@ def _is_local(part: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def _byte_level() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The byte that each character of byte-level tokens stands for (the alphabet of GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

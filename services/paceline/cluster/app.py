@@ -70,27 +70,22 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
 def build_target_deployment(
     config: ServiceConfig,
     *,
-    name_prefix: str = "Target:",
     bind_kwargs: Mapping[str, Any] | None = None,
-    override_serve_options: Mapping[str, Any] | None = None,
     deployment_cls: type = Target,
 ) -> Application:
     """Builds the pool of targets.
 
     Args:
         config: of the whole service.
-        name_prefix: of the deployment; the model's name follows it.
-        bind_kwargs: further arguments of ``deployment_cls``.
-        override_serve_options: options of Serve that replace the configured ones.
+        bind_kwargs: more arguments of ``deployment_cls``.
         deployment_cls: class of the replicas.
     """
-    options = config.target_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
+    options = config.target_config.deployment_options() | _POOL_OPTIONS
     needs = (config.target_config, config.internal_tls, config.tracing)
     model_id = config.target_config.model_loading_config.model_id
-    name = name_prefix + deployment_name(model_id)
     return cast(
         Application,
-        _deployment(deployment_cls, config, options, name, needs).bind(
+        _deployment(deployment_cls, config, options, f"Target:{deployment_name(model_id)}", needs).bind(
             config.target_setup(),
             model=model_id,
             log_config=config.log,
@@ -104,9 +99,7 @@ def build_target_deployment(
 def build_draft_deployment(
     config: ServiceConfig,
     *,
-    name_prefix: str = "Draft:",
     bind_kwargs: Mapping[str, Any] | None = None,
-    override_serve_options: Mapping[str, Any] | None = None,
     deployment_cls: type = Draft,
 ) -> Application:
     """Builds the pool of drafts, with the arguments of ``build_target_deployment``.
@@ -116,7 +109,7 @@ def build_draft_deployment(
     """
     if config.draft_config is None:
         raise ConfigError("draft_config is null: there is no draft to deploy")
-    options = config.draft_options() | _POOL_OPTIONS | dict(override_serve_options or {})
+    options = config.draft_options() | _POOL_OPTIONS
     target = config.target_config
     needs = (
         config.draft_config,
@@ -130,7 +123,7 @@ def build_draft_deployment(
     tokenizers = [(pool.model_loading_config.tokenizer, pool.engine_kwargs.trust_remote_code) for pool in pools]
     return cast(
         Application,
-        _deployment(deployment_cls, config, options, name_prefix + deployment_name(model), needs).bind(
+        _deployment(deployment_cls, config, options, f"Draft:{deployment_name(model)}", needs).bind(
             config.draft_setup(),
             model=model,
             log_config=config.log,

@@ -28,11 +28,10 @@ from paceline.messages import (
     ToDraft,
     ToTarget,
 )
-from paceline.metrics.tracing import Clock, Tracing, round_attributes
+from paceline.metrics.tracing import Clock, Spans, Tracing, round_attributes
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span
 
 
 class EngineSpans:
@@ -104,22 +103,19 @@ class EngineSpans:
         session.end()
 
 
-class _SessionSpans:
+class _SessionSpans(Spans):
     """The spans of one session on one replica: its own, and the one of its current phase."""
 
     kind = ""
     first_phase = ""
 
     def __init__(self, tracing: Tracing, message: OpenSession, parent: Context) -> None:
-        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace import SpanKind
 
         self.session_id, self.epoch = message.session_id, message.epoch
-        self._tracing, self._clock = tracing, Clock()
-        now = self._clock.now_ns()
-        self._span = tracing.tracer.start_span(self.kind, parent, SpanKind.SERVER, start_time=now)
-        self._context = set_span_in_context(self._span)
-        self._phase: Span | None = self._child(self.first_phase, now)
-        self._num_rounds = 0
+        clock = Clock()
+        span = tracing.tracer.start_span(self.kind, parent, SpanKind.SERVER, start_time=clock.now_ns())
+        super().__init__(tracing, span, clock, self.first_phase)
         self.set("paceline.context_tokens", len(message.token_ids))
 
     @property
@@ -143,15 +139,6 @@ class _SessionSpans:
         self.end_phase(now)
         self.set("paceline.rounds", self._num_rounds)
         self._span.end(now)
-
-    def _child(self, name: str, start_ns: int) -> Span:
-        return self._tracing.tracer.start_span(name, self._context, start_time=start_ns)
-
-    def end_phase(self, now_ns: int) -> None:
-        """Ends the span of the phase in progress, if there is one, at ``now_ns``."""
-        if self._phase is not None:
-            self._phase.end(now_ns)
-            self._phase = None
 
 
 class TargetSpans(_SessionSpans):
@@ -188,7 +175,7 @@ class _DraftSpans(_SessionSpans):
     def __init__(self, tracing: Tracing, message: OpenSession, parent: Context) -> None:
         super().__init__(tracing, message, parent)
         self._begun_ns: int | None = None  # of the round, if it has a span once there are nodes
-        self._last_ns = self._num_nodes = 0
+        self._num_nodes = 0
 
     def committed(self, commit: Commit) -> None:
         """A round begins: the target has decided tokens."""

@@ -7,8 +7,8 @@
 
 Spans of the replicas that serve it are its children, too (``engine_tracing.py``).
 
-A service without traces has no ``Tracing``, and a request that is not sampled no ``RequestSpans``: both are None, and
-nothing of OpenTelemetry is imported or called. A thread of the SDK sends the spans, and drops them if the collector is
+Without traces a service's ``Tracing`` is None, and so are the ``RequestSpans`` of a request that is not sampled. Then
+OpenTelemetry is neither imported nor called. A thread of the SDK sends the spans, and drops them if the collector is
 too slow. No prompt, text, token, stop string or error message becomes part of a span.
 """
 
@@ -163,26 +163,38 @@ class Tracing:
             self.build_exporter.shutdown()  # it gives up what it is trying to send
 
 
-class RequestSpans:
-    """The spans of one request that is sampled. Its owner calls one method per event, one thread at a time."""
+class Spans:
+    """A span, and below it the span of its current phase."""
 
-    def __init__(self, tracing: Tracing, span: Span, clock: Clock) -> None:
+    def __init__(self, tracing: Tracing, span: Span, clock: Clock, first_phase: str) -> None:
         from opentelemetry.trace import set_span_in_context
 
         self._tracing, self._span, self._clock = tracing, span, clock
         self._context = set_span_in_context(span)
-        self.traceparent = tracing.traceparent(self._context)
-        """Context of the request's span, for its child spans."""
         self._last_ns = clock.now_ns()
         self._num_rounds = 0
-        self._lost_ns: int | None = None
-        self._moving: Span | None = None
-        self._told = self._ended = False  # how it ended, and that it has
-        self._phase: Span | None = self._child("queue", self._last_ns)
-        """Returns the span of the request's current phase before its first tokens."""
+        self._phase: Span | None = self._child(first_phase, self._last_ns)
 
     def _child(self, name: str, start_ns: int) -> Span:
         return self._tracing.tracer.start_span(name, self._context, start_time=start_ns)
+
+    def end_phase(self, now_ns: int) -> None:
+        """Ends the span of the phase in progress, if there is one, at ``now_ns``."""
+        if self._phase is not None:
+            self._phase.end(now_ns)
+            self._phase = None
+
+
+class RequestSpans(Spans):
+    """The spans of one request that is sampled. Its owner calls one method per event, one thread at a time."""
+
+    def __init__(self, tracing: Tracing, span: Span, clock: Clock) -> None:
+        super().__init__(tracing, span, clock, "queue")
+        self.traceparent = tracing.traceparent(self._context)
+        """Context of the request's span, for its child spans."""
+        self._lost_ns: int | None = None
+        self._moving: Span | None = None
+        self._told = self._ended = False  # how it ended, and that it has
 
     def opened(self, target: str = "") -> None:
         """Records that the request leaves the queue. ``target``: the replica on which it is opened, if there are
@@ -248,12 +260,6 @@ class RequestSpans:
         if not self._told:
             self._span.set_attribute("gen_ai.response.finish_reasons", [FinishReason.ABORT.value])
         self._span.end(now)
-
-    def end_phase(self, now_ns: int) -> None:
-        """Ends the span of the phase in progress, if there is one, at ``now_ns``."""
-        if self._phase is not None:
-            self._phase.end(now_ns)
-            self._phase = None
 
     def _end_move(self, now_ns: int) -> None:
         if self._moving is not None:

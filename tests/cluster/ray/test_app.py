@@ -91,16 +91,15 @@ def plain(app, prompts, max_tokens):
         return [list(pipeline.generate(p, sampling, speculation).result.token_ids) for p in prompts]
 
 
-def test_build_names_the_deployments_and_passes_options_through(pair):
+def test_build_names_the_deployments(pair):
     from paceline.cluster.app import build, build_draft_deployment, build_target_deployment
     from paceline.config import ServiceConfig
 
     config = ServiceConfig.parse(config_for(pair))
-    target = build_target_deployment(config, override_serve_options={"max_ongoing_requests": 7})
-    draft = build_draft_deployment(config, name_prefix="Fast:")
+    target = build_target_deployment(config)
+    draft = build_draft_deployment(config)
     assert target._bound_deployment.name == "Target:tests--target_v1"
-    assert target._bound_deployment.max_ongoing_requests == 7
-    assert draft._bound_deployment.name == "Fast:tests--draft"
+    assert draft._bound_deployment.name == "Draft:tests--draft"
     assert build(config)._bound_deployment.num_replicas == 2
     with pytest.raises(ConfigError, match="draft_config is null"):
         build_draft_deployment(config.with_overrides(["draft_config=null"]))
