@@ -2,7 +2,7 @@
 
 The command line prints one plain sentence per record (``configure``). A service prints one line per record with the
 request, session and replica that it is about (``configure_service``), plain or as a JSON object. Prompts and texts are
-never printed: inputs quoted by pydantic are left out, and an unexpected error in a request is logged by its frames
+never printed. Inputs quoted by pydantic are left out, and an unexpected error in a request is logged by its frames
 alone (``unexpected``).
 """
 
@@ -37,8 +37,8 @@ _is_quiet = False
 
 @contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
-    """While the block runs, and if ``wanted``, commands of this process print only results, warnings and errors: no
-    stages of a start, no progress, no summaries."""
+    """If ``wanted``, commands of this process print only results, warnings and errors during the block: no stages of a
+    start, no progress, no summaries."""
     global _is_quiet
     before, _is_quiet = _is_quiet, wanted
     try:

@@ -218,8 +218,8 @@ class Matcher:
     def _consume(self, token_ids: Sequence[int], known: tuple[int, ...] | None = None) -> int:
         """Consumes tokens until one is not allowed or the state is an error; returns the number consumed.
 
-        The library stops without an error if the work of all tokens exceeds the bound of one step, or if the automaton
-        that sessions share is full. So only the mask decides if a token is not allowed.
+        The library stops without an error if the work of all tokens exceeds its bound of one step, or if the shared
+        automaton is full. So only the mask decides if a token is not allowed.
 
         Args:
             token_ids: the tokens.

@@ -1,7 +1,8 @@
 """A tokenizer as llguidance is to see it: tokens are the bytes that they stand for in an answer, special ones none.
 
-An added token that is not special, as the ``<tool_call>`` of Qwen 3, is text: it may be where its text may be, in any
-form. A special token is never text, whatever its name spells. So every token of a mask is one that the grammar takes.
+An added token that is not special, such as the ``<tool_call>`` of Qwen 3, is text. It is allowed wherever its text is
+allowed, in any form. A special token is never text, whatever its name spells. So every token of a mask is one that the
+grammar takes.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ class Slots:
     def of(cls, max_sessions: int, states: int | None = None, branches: int = 0) -> Slots:
         """Returns the slots for ``max_sessions`` sessions. ``states``: those for states; None: the default number.
 
-        Free slots keep states for prefix hits. A session's rows are in two chunks, and in four where a long proposal
-        crosses a boundary; each further branch of a tree needs the same number. ``branches``: how many a session
-        of a draft keeps from step to step, each in one chunk of its own.
+        Free slots keep states for prefix hits. A session's rows are in two chunks, or in four if a long proposal
+        crosses a boundary. Each other branch of a tree needs the same number. ``branches``: how many a session of a
+        draft keeps from step to step, each in one chunk of its own.
         """
         return cls(least_states(max_sessions) + 8 if states is None else states, (4 + branches) * max_sessions + 32)
 

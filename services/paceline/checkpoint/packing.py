@@ -103,8 +103,8 @@ class Packing:
     """Number formats of the codes, as safetensors names them."""
     bits: int = 8
     block: tuple[int, int] = (0, 0)
-    """Numbers along the last two dimensions, as stored, with one scale where a scale is neither for one nor for all of
-    them; 0: there are none such."""
+    """Numbers along the last two dimensions, as stored, that share one scale; 0 if each scale is for one number or for
+    all of them."""
     zeros: str = ""
     """Ending of the zero points' name."""
     needs_zeros: bool = False

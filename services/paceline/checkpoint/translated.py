@@ -1,7 +1,7 @@
 """Checkpoints that name a model type or a tokenizer of code of their own, for what transformers has under another name.
 
-For each a directory is made once, in the cache of compiled models: links to its files, with the configuration and the
-tokenizer as transformers reads them. Its code is neither run nor linked. For a model of images and text the directory
+A directory is made once for each, in the cache of compiled models. It has links to the files, and the configuration and
+the tokenizer in transformers' form. Its code is neither run nor linked. For a model of images and text the directory
 holds the text model. The index lists its weights without ``PREFIX``, which the metadata records.
 """
 

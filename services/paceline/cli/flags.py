@@ -1,5 +1,5 @@
-"""Flags that several commands share, generated from the pydantic fields that they set: a field's type gives choices
-and conversion, its docstring and default the help. A flag that is not given is None, so the field's default stands.
+"""Flags that several commands share, generated from the pydantic fields that they set. A field's type gives choices and
+conversion; its docstring and default give the help. A flag that is not given is None, so the field's default stands.
 """
 
 from __future__ import annotations

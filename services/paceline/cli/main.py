@@ -1,6 +1,6 @@
 """The command line: finds the command, runs it, and turns every error into one sentence and an exit status.
 
-A command is a module of this package that is imported when it is asked for, or an entry point of the group
+A command is a module of this package, imported when the command runs, or an entry point of the group
 ``paceline.commands`` (``paceline bench``).
 """
 

@@ -40,7 +40,7 @@ def _settings_of_ray() -> tuple[ServerTls | None, InternalTls | None]:
 
 
 def encrypt_ingress(config: ServiceConfig, certificates: Mapping[str, Certificates]) -> None:
-    """Makes the gRPC port that Serve opens next in this process encrypt by the ``server`` certificates, or else by the
+    """Encrypts the gRPC port that Serve opens next in this process by the ``server`` certificates, or else by the
     ``internal`` ones, if there are any.
 
     Raises ConfigError unless the proxies of this cluster expect what the configuration says.

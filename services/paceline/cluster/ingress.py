@@ -340,8 +340,8 @@ class IngressReplica(Ingress):
 def count_departures_as_cancelled() -> None:
     """Makes Serve count a stream that its client has left as cancelled, and not log it as an error of the service.
 
-    grpc.aio closes the generator of a call that is cancelled while a message is written, and Serve takes GeneratorExit
-    for an unexpected error; where the generator waits it gets CancelledError, which Serve knows.
+    grpc.aio closes the generator of a call that is cancelled while a message is written, and Serve treats GeneratorExit
+    as an unexpected error. A waiting generator gets CancelledError, which Serve knows.
     """
     from ray.serve._private import replica
 

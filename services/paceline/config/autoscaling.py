@@ -1,5 +1,5 @@
-"""Bounds, delays and policy of an autoscaled pool (``autoscaling_config``), and the part of them that Ray Serve gets:
-with a policy of ours it only follows.
+"""Bounds, delays and policy of an autoscaled pool (``autoscaling_config``), and the part of them that Ray Serve gets.
+With a policy of ours Ray Serve only applies our numbers.
 """
 
 from __future__ import annotations

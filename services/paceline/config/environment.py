@@ -22,8 +22,8 @@ WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     **CUBLAS_ENVIRONMENT,
 }
-"""Variables that a worker process sets before it imports torch: a multi-threaded region stalls whenever anything else
-wants one of its cores, so parallelism comes from processes."""
+"""Variables that a worker process sets before it imports torch. A multi-threaded region stalls whenever another process
+uses one of its cores, so parallelism comes from processes."""
 _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """NVIDIA's variable, and AMD's: drivers read their own."""
 

@@ -20,10 +20,10 @@ def tune_engine_process() -> None:
     """Exempts all present objects from garbage collection, makes collections rarer, and keeps the memory that a step
     frees; called once an engine is built.
 
-    Libraries and models are some hundred thousand objects: a collection during a step takes a tenth of a second. A
-    step makes thousands of objects and drops them without cycles, so Python's own limit of 700 collects in each step.
-    A step of many tokens takes tens of megabytes on a CPU. The C library returns the uppermost part of them, and the
-    next step gets it page by page: so the library is set to keep ``_KEPT_BYTES``.
+    Libraries and models are some hundred thousand objects: a collection during a step takes a tenth of a second. A step
+    makes thousands of objects and drops them without cycles, so Python's own limit of 700 collects in each step. A step
+    of many tokens takes tens of megabytes on a CPU. The C library returns the uppermost part of them to the system, and
+    the next step gets it back page by page. So the library keeps ``_KEPT_BYTES``.
     """
     _set((_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES))
     _exempt()

@@ -1,7 +1,7 @@
 """Passes over vocabulary rows on CUDA: a few launches where torch's operators take a dozen, or with noise some 140.
 
-The reference implementations in torch (``noise.py``, ``sampling.py``) give the same tokens and scores bit for bit, as
-every operation of float64 is rounded on its own: ``UNFUSED`` ensures that.
+The reference implementations in torch (``noise.py``, ``sampling.py``) give the same tokens and scores bit for bit,
+because each float64 operation is rounded separately: ``UNFUSED`` ensures that.
 
 Imports triton, so that it is imported only where these kernels can run (``cuda.py``).
 """

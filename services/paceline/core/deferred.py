@@ -1,8 +1,8 @@
 """Transfers between host and accelerator within a step: uploads that wait for nothing, one download that waits.
 
-A copy from pageable memory waits for everything that was queued before it, and so does every answer that
-the host needs (``bool(tensor)``, ``nonzero``). A step has one such wait: where its outcomes are read. It waits for that
-step alone, whatever has been queued since. On the CPU all of this costs what it would without this module.
+A copy from pageable memory waits for all work queued before it. So does every value that the host needs
+(``bool(tensor)``, ``nonzero``). A step has one such wait: where its outcomes are read. It waits for that step alone,
+whatever has been queued since. On the CPU all of this costs what it would without this module.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     a load: does a head have gain?          a step (tokens, net)    ``head_gate.py``: head, none
 
 The rate of the observations is compared with a mark whenever their number is a power of two, from ``LEAST`` on. The
-verdict is clear if the two differ by 2.5 (1 + 2 / (n - 1)) standard errors of n observations, near Student's t at 0.99;
-after ``WINDOW`` observations the sign decides. An alternative that loses pauses for 1, 2, 4, .. 64 seconds of steps.
-All trials of an engine pay from one ``Budget``: the next one starts when the losses of all earlier ones are at most a
+verdict is clear if the two differ by 2.5 (1 + 2 / (n - 1)) standard errors of n observations, near Student's t at 0.99.
+After ``WINDOW`` observations the sign decides. An alternative that loses pauses for 1, 2, 4, .. 64 seconds of steps.
+All trials of an engine share one ``Budget``. The next one starts when the losses of all earlier ones are at most a
 hundredth of the time.
 """
 

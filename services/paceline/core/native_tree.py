@@ -1,7 +1,7 @@
 """Speculation trees, native ones (``tree.cpp``) where there is a C++ compiler with Python's headers.
 
 A native tree has the methods of ``SpeculationTree``, the reference implementation, and its nodes have the attributes of
-``TreeNode``; nobody needs to know which one a tree is.
+``TreeNode``. So callers use both in the same way.
 """
 
 from __future__ import annotations

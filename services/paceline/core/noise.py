@@ -8,12 +8,12 @@ The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random num
     word 2   position, bits 32 to 55, and the stream in the top byte
     word 3   nonce
 
-Gumbel values are -log(-log u) with u = (k + 0.5) / 2^32 and k an output word, so u is strictly inside (0, 1).
-The logarithm uses IEEE additions, multiplications and divisions of float64 only, each rounded on its own:
-these agree on every device, where library logarithms differ in the last bits. Its error is below 2e-15
-relative; the result is rounded to float32. Sampling from 32-bit words is off by at most V * 2^-32 in total
-variation, with vocabulary size V. Rounding adds to it: equal scores go to the lower token id, and two equal logits tie
-with probability 1.4e-8, so 6.9e-9 of it moves to the lower one.
+Gumbel values are -log(-log u) with u = (k + 0.5) / 2^32 and k an output word, so u is strictly inside (0, 1). The
+logarithm uses only IEEE additions, multiplications and divisions of float64, each rounded separately. These agree on
+every device; library logarithms differ in the last bits. Its error is below 2e-15 relative; the result is rounded to
+float32. Sampling from 32-bit words is off by at most V * 2^-32 in total variation, with vocabulary size V. Rounding
+adds to it, because equal scores go to the lower token id. Two equal logits tie with probability 1.4e-8, so 6.9e-9 of it
+moves to the lower one.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ def seed_bits(seed: int) -> int:
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Philox4x32-10: four int64 tensors of 32-bit output words, in the broadcast shape of the arguments.
 
-    Arguments are int64 tensors holding 32-bit words. Words 1 and 3 carry garbage above bit 31 between rounds
-    (whole products instead of their low halves); what is multiplied is masked, so the garbage goes no
-    further.
+    Arguments are int64 tensors holding 32-bit words. Words 1 and 3 carry garbage above bit 31 between rounds (whole
+    products instead of their low halves). Factors are masked, so the garbage goes no further.
     """
     x0, x1, x2, x3 = counter
     for k0, k1 in zip(_key_schedule(key[0], _W0), _key_schedule(key[1], _W1), strict=True):
@@ -145,9 +144,9 @@ def gumbel_argmax(
     """A sample of each row's softmax: argmax_v(``log_weights[row, v] + gumbel[row, v]``).
 
     The sum is taken in float64 of the exact float32 noise; equal sums go to the lower id. One pass does it:
-    ``rows.cpp`` on the CPU, ``cuda_rows.py`` on CUDA. In torch, which stands in for both, there are two savings, both
-    exact: noise is bounded, so a token more than MAX_GUMBEL - MIN_GUMBEL below its row's maximum cannot win and gets
-    none; and the exact logarithm is evaluated only where the device's own leaves more than one token in reach of the
+    ``rows.cpp`` on the CPU, ``cuda_rows.py`` on CUDA. The torch form replaces both and saves time in two ways, both
+    exact. Noise is bounded, so a token more than MAX_GUMBEL - MIN_GUMBEL below its row's maximum cannot win and gets
+    none. The exact logarithm is evaluated only where the device's own leaves more than one token in reach of the
     maximum.
 
     Args:

@@ -13,9 +13,9 @@
                         id ranks first
 10. min-p               keep v if p[v] >= min_p * max p
 
-A row is one position of a session. Its tokens are the committed tokens and the proposal's tokens before it, so
-"output" and "emitted" above include these draft tokens: a row is processed exactly as in plain decoding once they
-are committed. Nothing depends on the other rows of the batch, not even the rounding.
+A row is one position of a session. Its tokens are the committed tokens and the proposal's tokens before it, so "output"
+and "emitted" above include these draft tokens. So a row is processed exactly as in plain decoding after they are
+committed. Nothing depends on the other rows of the batch, not even the rounding.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ class SamplerState:
 
     @cached_property
     def picks_at_once(self) -> bool:
-        """True if a native function draws this session's tokens in one pass over the logits: structured output, top-k
-        and min-p only leave out tokens, and no other processor but the temperature ever acts."""
+        """True if a native function draws this session's tokens in one pass over the logits. This needs a session with
+        no processors other than the temperature, structured output, top-k and min-p, which only leave out tokens."""
         return not (
             self._others is not None
             or self.params.logit_bias
@@ -473,8 +473,8 @@ def truncate_(x: Tensor, rows: Sequence[Row], check: Check = check_now) -> None:
 
     Top-k and top-p both keep a prefix of one ranking (value descending, equal ones by id ascending), so together they
     keep the shorter prefix. Its length needs only the top_k largest values, or the largest with mass top_p, and the
-    number of ties with the k-th, all of which top-k keeps.
-    With ``DeferredChecks`` a check fails where top_p needs more than ``_MORE_CANDIDATES``.
+    number of ties with the k-th: top-k keeps all ties. With ``DeferredChecks`` a check fails where top_p needs more
+    than ``_MORE_CANDIDATES``.
     """
     states = [row.state for row in rows]
     vocab_size = x.shape[-1]

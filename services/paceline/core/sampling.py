@@ -236,8 +236,8 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
 
     Temperature, top-k, top-p and min-p act within the m most likely tokens. Where a native function draws the tokens of
     a session with ``num_ranked``, candidates are the ``num_ranked`` tokens with the largest log q + noise of the whole
-    vocabulary: no others can rank first, and the m most likely tokens of a flat distribution may hold only nine tenths
-    of its mass. Any difference to ``process`` costs acceptance, never correctness.
+    vocabulary. No others can rank first, while the m most likely tokens of a flat distribution may hold only nine
+    tenths of its mass. Any difference to ``process`` costs acceptance, never correctness.
 
     Args:
         logits: [rows, vocab] of any float dtype, not modified.
@@ -265,7 +265,7 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
 def unlisted(logits: Tensor, rows: Sequence[Row], token_ids: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor] | None:
     """Rejection rule: tokens beyond a draft's candidates that the target may draw for one that it rejects.
 
-    A draft token is drawn from the candidates alone, so the target itself draws all of its probability elsewhere: half
+    A draft token is drawn from the candidates alone, so the target itself draws all probability of other tokens: half
     of its own draws, if the distribution is flat.
 
     Args:

@@ -1,5 +1,5 @@
-"""Distributions of draft tokens under the rejection rule, in packed columns: read and checked without an object for
-each token, of which a distribution has hundreds."""
+"""Distributions of draft tokens under the rejection rule, in packed columns. They are read and checked without an
+object for each of their hundreds of tokens."""
 
 from __future__ import annotations
 

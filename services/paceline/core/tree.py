@@ -11,9 +11,9 @@ A walk ends at an *anchor node* with an *unresolved suffix*: committed tokens fo
 that fits the suffix moves the anchor along, however late it is. So a miss needs no special message: the draft publishes
 a node for the missing token below its own anchor and grows on from there.
 
-Within an epoch every message must arrive, in order, or the two copies may differ permanently: a tree that is still
-``lost`` after nodes of an equal context length have arrived has missed some, and its session has to be re-opened.
-Wrong or missing nodes cost time, never correctness: the target verifies whatever is proposed.
+Within an epoch every message must arrive, in order, or the two copies may differ permanently. A tree that is still
+``lost`` after nodes of an equal context length have arrived has missed some: its session has to be re-opened. Wrong or
+missing nodes cost time, never correctness: the target verifies whatever is proposed.
 
 Each producer has trees of its own. A node's id says which one made it.
 """
@@ -281,9 +281,9 @@ class Walk:
 class SpeculationTree:
     """One session's tree on either side. Node 0 is the last token of the context it was opened with.
 
-    ``context_len`` is the length of that context. ``rejection`` is the rejection rule at temperature > 0: every
-    sampled node needs a q that it can have been drawn from, and a parent has at most one sampled child. ``producer``
-    makes all nodes.
+    ``context_len`` is the length of that context. ``rejection`` is the rejection rule at temperature > 0. Every sampled
+    node needs a q with positive probability for it, and a parent has at most one sampled child. ``producer`` makes all
+    nodes.
     """
 
     __slots__ = (

@@ -1,8 +1,8 @@
 """Accepting or rejecting draft tokens, and drawing them under the rejection rule. Pure functions.
 
-Coupled rule (and temperature 0 under both rules): the target samples its own token at every row; a draft
-token is accepted if it is that token. The text is then the target's own, whatever was proposed: a chain, or a
-subtree, of which the path of such tokens is followed.
+Coupled rule (and temperature 0 under both rules): the target samples its own token at every row and accepts a draft
+token that equals it. So the text is the target's own, for any proposal: a chain, or a subtree, in which the path of
+accepted tokens is followed.
 
 Rejection rule (Leviathan, Kalman, Matias 2211.17192, theorem 1): with p the target's and q the draft's
 distribution at a position, accept the draft token x with probability min(1, p(x) / q(x)), else draw from
@@ -80,8 +80,8 @@ class KeyedChoices:
     """Choices by keyed noise: identical at every repetition, on every device.
 
     The noise that draws a recovered or a bonus token is keyed by the text before it, too. A draft guesses these tokens
-    by the same noise (``best_recovered``), so what it prepares next, and how soon, depends on the noise of one text;
-    whether it proposes a token after another text must not depend on that one's.
+    by the same noise (``best_recovered``), so its next nodes and their time depend on the noise of one text. Its
+    decision to propose a token after another text must not depend on that noise.
     """
 
     def __init__(self, processed: ProcessedRows) -> None:
@@ -116,9 +116,9 @@ def decide(
 ) -> list[Verdict]:
     """Processes logits and verifies the proposals: in one pass on the CPU, with one wait on an accelerator.
 
-    The general path, ``verify(process(...))``, may wait several times. It serves the rejection rule on an
-    accelerator, both rules in one batch, and rare cases: a row without a distribution, scores that differ only by the
-    exact logarithm, top-p over more tokens than expected.
+    The general path, ``verify(process(...))``, may wait several times. It is used for the rejection rule on an
+    accelerator, for both rules in one batch, and in rare cases: a row without a distribution, scores that differ only
+    by the exact logarithm, top-p over more tokens than expected.
 
     Args:
         logits: [rows, vocab], where session i owns ``len(proposals[i]) + 1`` consecutive rows.
@@ -150,8 +150,8 @@ def _decide_on_host(
 ) -> list[Verdict] | None:
     """Decides by the coupled rule in one pass over the logits; None where ``pick_unprocessed`` cannot.
 
-    A session with a structured output is followed row by row: after its first token that was not proposed, no mask is
-    computed, since a mask costs more than a row.
+    A session with a structured output is followed row by row. No mask is computed after its first token that was not
+    proposed, since a mask costs more than a row.
     """
     states = [rows[end - 1].state for end in ends]
     if not all(state.picks_at_once for state in states):
@@ -305,13 +305,12 @@ def verify(
         proposals, rules: one per session.
         choices: the random choices of the rejection rule; position-keyed noise by default.
 
-    Under the rejection rule a q is invalid if it is missing, NaN, negative, not normalized within 1e-6, or has no
-    mass at its token (or the token is outside the vocabulary). The proposal is cut before that token, and the next
-    token is drawn from p as if the proposal had been that long. This keeps the law: the cut at position j is
-    known before any of the target's noise at j is used, so a token drawn after a cut is
-    an exact sample of p_j. Where it is not cut, theorem 1 needs x_j ~ q_j given that. q_j was fixed before
-    x_j was drawn, so its own validity says nothing about x_j, and a token without mass has probability zero
-    under q_j.
+    Under the rejection rule a q is invalid if it is missing, NaN, negative, not normalized within 1e-6, or has no mass
+    at its token (or the token is outside the vocabulary). The proposal is cut before that token, and the next token is
+    drawn from p as if the proposal had been that long. This keeps the distribution: the cut at position j is known
+    before the target's noise at j is used. So a token drawn after a cut is an exact sample of p_j. Where it is not cut,
+    theorem 1 needs x_j ~ q_j given that. q_j was fixed before x_j was drawn, so its own validity says nothing about
+    x_j, and a token without mass has probability zero under q_j.
 
     A verdict that reaches an undecidable row ends with the token before it: the next round meets the dead end as plain
     decoding does.

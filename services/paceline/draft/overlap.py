@@ -1,8 +1,8 @@
 """Decides from measured rounds if a head should draft ahead of outcomes, although its states are late then.
 
-Between an outcome and its states a head uses states of its own making, so fewer tokens of a proposal made ahead are
-accepted: a share R of them. A proposal made after the outcome costs the time of its K depths, t_d each, in addition to
-a verification of T_v. So drafting ahead has gain if ``R > 1 / (1 + K t_d / T_v)``.
+Between an outcome and its states a head uses its own states. So fewer tokens of a proposal made ahead are accepted: a
+share R of them. A proposal made after the outcome costs the time of its K depths, t_d each, in addition to a
+verification of T_v. So drafting ahead has gain if ``R > 1 / (1 + K t_d / T_v)``.
 """
 
 from __future__ import annotations

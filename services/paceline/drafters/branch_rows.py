@@ -9,8 +9,8 @@ as in a target's subtrees (``target/branches.py``), but they last from step to s
     branch   page 4 │ page 7: copy of 9 up to 70, then c, which is a sibling of a
 
 A leaf goes on in the branch of its parent if nothing that lives comes after the parent there, else it begins a branch.
-To commit a branch is to take its page table. A state is stored of committed tokens alone: the session and all its
-branches go on from the same one, and the rows since then are theirs.
+To commit a branch is to take its page table. Only states of committed tokens are stored. The session and all its
+branches continue from the same state, each with its own rows since then.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ class BranchSession(RowSession):
             pages.extend(cache.allocate(missing))
 
     def _fold(self, cache: KVCache, paths: Sequence[Path]) -> Sequence[SequenceStep]:
-        """Computes the last row of the last whole chunk once more, if the state after it is not known: it is stored for
-        the trunk, and for all branches whose copy of the page has that row."""
+        """Computes the last row of the last whole chunk again if the state after it is not known. The state is stored
+        for the trunk, and for all branches whose copy of the page has that row."""
         if self.num_cached < len(self.tokens) or not cache.num_behind(self.pages, self.num_cached):
             return ()
         stop = self.num_cached // CHUNK * CHUNK

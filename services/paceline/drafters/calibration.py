@@ -2,14 +2,14 @@
 
 A draft's own probabilities are over- or under-confident, and under the coupled rule the ranking includes noise, so
 neither is the chance of a hit. It is counted instead: by rank, and by a bin of the *gap* that separates the candidate
-from the best one. A table of one session leans on the engine-wide table, which leans on a prior (softmax of the
-scores), each with the weight of a few observations; old observations fade.
+from the best one. The engine-wide table is the prior of a session's table, and a softmax of the scores is the prior of
+the engine-wide one. Each prior weighs a few observations; old observations fade.
 
 Under the rejection rule rank 0 is the sampled token and its probability is that of being accepted. It depends on q,
 never on which token was drawn, so that no decision made by it can bias the output.
 
-``calibration.cpp`` does for all leaves of a step what the functions here do for one, and gives the same bits; where
-there is no compiler they stand in for it.
+``calibration.cpp`` computes the functions here for all leaves of a step, with the same bits. Without a compiler these
+functions are used instead.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ class Expansion:
 
 
 def expect(expansions: Sequence[Expansion], least: float) -> list[list[float]]:
-    """Probabilities of the candidates of nodes, by ``Calibration.probabilities``; trailing candidates of a node that
-    are less likely than ``least`` are left out, a bonus token by its share.
+    """Probabilities of the candidates of nodes, by ``Calibration.probabilities``. A node's trailing candidates below
+    ``least`` are left out, a bonus token's by its share.
 
     A first candidate always stays.
     """

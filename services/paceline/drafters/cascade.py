@@ -1,6 +1,6 @@
 """The vertical cascade: several drafters that draft together (Chen et al. 2023, arXiv 2312.11462).
 
-A smaller drafter guesses what a draft model would draft, and one forward of the model verifies the guesses, so that it
+A smaller drafter guesses the tokens of a draft model, and one forward of the model verifies the guesses. So the model
 drafts several tokens in the time of one.
 """
 

@@ -1,7 +1,7 @@
 """Lookahead decoding: n-grams that the target generates itself, on extra rows of its verification steps.
 
-Fu et al. 2024 (arXiv:2402.02057), Jacobi iteration in a window. Each step has guessed tokens of W columns and N - 1
-levels in extra rows, and the likeliest token after each column is the next level::
+Fu et al. 2024 (arXiv:2402.02057), Jacobi iteration in a window. Each step has extra rows for guessed tokens of W
+columns and N - 1 levels. The likeliest token after each column is the next level::
 
                    column 0      1      2
     level 0        anchor   ──▶  x1 ──▶ x2        a chain: guesses of the tokens that follow the anchor

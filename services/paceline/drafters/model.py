@@ -122,8 +122,8 @@ class ModelDrafter(OfSessions[RowSession]):
         return True
 
     def _begin_waiting(self) -> bool:
-        """Begins sessions that wait for a state of linear layers, as far as there are any: each needs one, and another
-        while it passes a boundary."""
+        """Begins sessions that wait for a state of linear layers, while there are free states. Each session needs one,
+        and a second while it passes a boundary."""
         waiting = [session for session in self.sessions.values() if not session.begun]
         if not waiting:
             return False
@@ -362,8 +362,8 @@ class ModelDrafter(OfSessions[RowSession]):
         """Returns one session's part of the forward: pending tokens, nodes without rows above leaves, then every leaf
         and its tail, which have logits.
 
-        The engine gives a drafter of one token per leaf only leaves as nodes, and pending tokens only with the
-        anchor (``protocol.py``): then this is one token per leaf.
+        This is one token per leaf if the drafter drafts one token per leaf. Then the engine gives only leaves as nodes,
+        and pending tokens only with the anchor (``protocol.py``).
 
         Raises:
             ResourceExhaustedError: there is no room for the rows.

@@ -3,8 +3,8 @@
     forward      .. context ─▶ path .. leaf ─▶ [pard] ─▶ [pard]
     candidates                     first      second     third token after the leaf
 
-The rows of pard tokens are not kept. A node of such a block has no row of its own, until something below it is
-expanded: then it is computed with that, as a pending token is.
+The rows of pard tokens are not kept. A node of such a block has no row until a node below it is expanded. Then it is
+computed with that one, like a pending token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The parts of all sessions in a forward of a draft model by one native function over the leaves, ``parts.cpp``.
 
-It replaces ``ModelDrafter``'s work session by session if every part is an anchor with its pending tokens, or leaves
-whose ancestors all have rows: nearly every step. ``ModelDrafter`` does the other steps, and all steps if the function
+It replaces ``ModelDrafter``'s work session by session in nearly every step: if every part is an anchor with its pending
+tokens, or leaves whose ancestors all have rows. ``ModelDrafter`` does the other steps, and all steps if the function
 cannot be compiled, which needs a C++ compiler and Python's headers.
 """
 

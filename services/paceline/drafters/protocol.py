@@ -1,7 +1,7 @@
 """The interface of a drafter: a draft model, an n-gram index, a head, or anything else that ranks next tokens.
 
-The engine owns the trees and decides which nodes to expand; a drafter only turns nodes into candidates, many sessions
-in one forward, and keeps what makes this cheap (for a model: one KV row per expanded node). A session's life::
+The engine owns the trees and decides which nodes to expand. A drafter only turns nodes into candidates, for many
+sessions in one forward, and keeps its caches (of a model: one KV row per expanded node). A session's life::
 
     open ─▶ prefill .. prefill ─▶ ready ─▶ expand, advance, expand, expand, advance, .. ─▶ close
 
@@ -20,20 +20,21 @@ A drafter that keeps a row per node relies on this contract, by which every node
                         anchor ──▶ a ──▶ b(leaf)
 
 - A committed token is *cached* if its node was expanded and *pending* otherwise; pending tokens are the last
-  ones of the context, at least none. Expanding the anchor computes all pending tokens in one forward, so a
-  miss costs only the row of the missed token (and of an unexpanded outcome before it).
+  ones of the context, at least none. Expanding the anchor computes all pending tokens in one forward. So a miss costs
+  only the row of the missed token (and of an unexpanded outcome before it).
 - A leaf other than the anchor has only expanded nodes above it, up to and including the anchor: one row per
   leaf.
 - No leaf of a call is above another leaf of it.
-- The drafter alone knows which rows it holds: a node for which it had no room counts as pending when it is
-  committed, although the engine has expanded it.
+- The drafter alone knows which rows it holds. If it had no room for an expanded node, that node counts as pending when
+it is committed.
 
-A drafter of several tokens per leaf (``tokens_per_leaf``) also answers for the tokens after the leaf: by one call, the
-engine makes children of the leaf, of one of these children, and so on. All these nodes count as expanded, even if the
-drafter holds no rows of them; nodes without rows may be above a leaf, and the drafter has to compute them.
+A drafter of several tokens per leaf (``tokens_per_leaf``) also gives candidates for the tokens after the leaf. From one
+call, the engine makes children of the leaf, of one of these children, and so on. All these nodes count as expanded,
+even if the drafter holds no rows of them. So nodes without rows may be above a leaf, and the drafter has to compute
+them.
 
-A *head* (``Head``) is a drafter inside the target replica. After every step of the target it is fed the hidden states
-of the step and the tokens that follow them, in one call for all sessions, including prefill chunks::
+A *head* (``Head``) is a drafter inside the target replica. After every step of the target it is fed the step's hidden
+states and the tokens that follow them. One call feeds all sessions, prefill chunks included::
 
     position          P            P+1          P+2
     state of       h[P]         h[P+1]                     of the target, which has computed these positions
@@ -44,8 +45,8 @@ of the step and the tokens that follow them, in one call for all sessions, inclu
 So the state of P and the token at P+1 predict the token at P+2; the last row of a prefill chunk gets the next *prompt*
 token. A head that attends to earlier positions keeps their keys and values on the session's own pages of the target's
 cache, in layers of its own (``Head.layers``): of (h[P], t[P+1]) in **row P+1**, with rotary position P+1. A page then
-depends on tokens of the prefix only, and is shared by prefix like the target's pages; row 0 is never written and must
-be masked. A prompt whose first pages are cached lacks one state, of the last cached position: the target keeps it with
+depends on tokens of the prefix only and is shared by prefix, like the target's pages. Row 0 is never written and must
+be masked. A prompt whose first pages are cached lacks the state of the last cached position. The target keeps it with
 the page and feeds it first. A paused head is not fed, which costs nothing. The next feeding names the rows that it has
 missed (``Fed.holes``), and these are masked as well.
 """
@@ -129,8 +130,8 @@ class Candidates(NamedTuple):
     """Best candidates of each leaf in the order of ``ranking.rank``, and their scores; then ``token_ids`` and
     ``log_q`` are [num_leaves, 0]. None: candidates are not ranked yet."""
     unread: tuple[Tensor, int] | None = None
-    """Rejection rule: logits [num_leaves, vocab] before the sessions' processors, and the number of candidates that are
-    to be found in each row; then ``token_ids`` and ``log_q`` are [num_leaves, 0]. None: they are found already."""
+    """Rejection rule: logits [num_leaves, vocab] before the sessions' processors, and the number of candidates to find
+    in each row. Then ``token_ids`` and ``log_q`` are [num_leaves, 0]. None: they are found already."""
 
     @classmethod
     def of_some(cls, num_leaves: int, found: Sequence[tuple[Sequence[int], Tensor, Tensor]]) -> Candidates:
@@ -271,14 +272,13 @@ def with_hole(holes: tuple[range, ...], rows: range) -> tuple[range, ...]:
 class Head(Drafter, Protocol):
     """A drafter inside the target replica, fed with the target's hidden states; the head of this module says how.
 
-    What is fed begins at position 0, or after the prefix that the session found in the cache, and has no gap but
-    ``Fed.holes``; with ``Features.every_position`` False it is the last state alone. It comes again from the start when
+    Fed states begin at position 0, or after the prefix that the session found in the cache, without gaps except
+    ``Fed.holes``. With ``Features.every_position`` False only the last state is fed. It comes again from the start when
     the session was preempted. A session may be opened long before its first states; it is ``ready`` once ``feed`` has
     covered the position before its anchor. ``prefill`` has nothing to do for a head that lives of its states.
 
-    ``expand`` of an anchor answers from what ``feed`` computed. Deeper leaves use the head's own recycled state and
-    keys and values of their own, which are never written to the pages: what the target decides is fed, and only that
-    is kept.
+    ``expand`` of an anchor answers from what ``feed`` computed. Deeper leaves use the head's own recycled state, and
+    keys and values that are never written to the pages. Only fed states, of tokens that the target decided, are kept.
     """
 
     @property
@@ -437,8 +437,8 @@ class Ranker(Drafter, Protocol):
 
 
 class Rider(Head, Protocol):
-    """A head with extra rows in the target's steps: the target computes its guesses after a session's context, on
-    pages that no committed row sees, and returns the likeliest tokens there. They decide nothing."""
+    """A head with extra rows in the target's steps. The target computes its guesses after a session's context, on pages
+    that no committed row sees, and returns the likeliest tokens there. They decide nothing."""
 
     @property
     def num_guesses(self) -> int:

@@ -1,9 +1,9 @@
 """From a drafter's candidates to the children of a node: their order, and the evidence for their probabilities.
 
-Coupled and greedy: by log q + g with the target's own noise (none at temperature 0); the first is the draft's
-token. Rejection: first a token drawn from q, which may be proposed; then guesses, which may only be outcomes. These are
-guesses of the target's own draw if it rejects the first (a recovered token) or has nothing to verify there (a bonus
-token), by log q + g with the noise of that draw. They may lie beyond the candidates, which hold all of q. With Saguaro
+Coupled and greedy: by log q + g with the target's own noise (none at temperature 0); the first is the draft's token.
+Rejection: first a token drawn from q, which may be proposed; then guesses, which may only be outcomes. They guess the
+target's own draw if it rejects the first (a recovered token) or has nothing to verify there (a bonus token). They are
+ranked by log q + g with the noise of that draw. They may lie beyond the candidates, which hold all of q. With Saguaro
 sampling a recovered token is one of the likeliest, on which it puts the residual.
 """
 

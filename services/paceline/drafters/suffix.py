@@ -1,9 +1,9 @@
 """Suffix decoding: finds the longest end of the text that occurred before, here or in another text, and its followers.
 
 The method is SuffixDecoding (Oliaro et al. 2024, 2411.04975). Candidates are the followers of the longest match of the
-last ``max_tree_depth`` tokens, with their frequencies; texts are the session's own, the outputs of other sessions with
-the same salt, and a corpus loaded at start-up. It helps where outputs repeat long passages: agents that edit one file
-again and again, or answer many similar requests.
+last ``max_tree_depth`` tokens, with their frequencies. Texts are the session's own, outputs of other sessions with the
+same salt, and a corpus loaded at start-up. It helps where outputs repeat long passages: agents that edit one file again
+and again, or answer many similar requests.
 
 A suffix automaton (Blumer et al. 1985) of n tokens has at most 2 n states; adding a token is amortized O(1) plus
 ``max_tree_depth`` counts, and a match takes one look-up per token.
@@ -30,8 +30,8 @@ _PARTS, _PART_COST = 4, 16
 class SuffixAutomaton:
     """All substrings of some texts of token ids, and how often each of at most ``max_depth`` + 1 tokens occurs.
 
-    A *state* stands for substrings that end at the same places; its longest has ``_length`` tokens, and its *link* is
-    the state of the longest suffix that ends at further places.
+    A *state* stands for substrings that end at the same places, and its longest has ``_length`` tokens. Its *link* is
+    the state of the longest suffix that also ends at other places.
     """
 
     __slots__ = ("_count", "_depth", "_last", "_length", "_link", "_next", "num_tokens")
@@ -315,8 +315,8 @@ class SuffixDrafter(Stateless, OfSessions[_Session]):
             part.append(session.shared_cursor, token_id)
 
     def candidates_of(self, session: _Session, path: Sequence[int]) -> list[tuple[int, float]]:
-        """The most frequent followers of the longest match of the session's text and ``path``, with frequencies; of
-        equally frequent ones first what the session's own text had last."""
+        """The most frequent followers of the longest match of the session's text and ``path``, with frequencies. Ties
+        go to the latest one in the session's own text."""
         text = session.tokens[-self._depth :]
         automata = (session.own, *self._shared.of(session.salt), self._corpus)
         if path and self._factor < math.inf:

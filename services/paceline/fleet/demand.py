@@ -223,10 +223,9 @@ class DraftDemand:
 class Pays:
     """Decides from the requests of the targets' controllers if speculation has gain, and when to ask them again.
 
-    It has none if fewer than one in ten speculating sessions had or requested a draft, on average over the delay after
-    which the pool may be emptied. (Targets try drafts for moments by themselves.) Only time with a serving draft
-    counts, however long its machine and its model take to start. With an empty pool no target can measure, so drafts
-    come back for ``probe_s``
+    It has none if fewer than one in ten speculating sessions had or requested a draft, on average over the pool's delay
+    to zero. (Targets try drafts for moments by themselves.) Only time with a serving draft counts, however long its
+    machine and its model take to start. With an empty pool no target can measure, so drafts come back for ``probe_s``
 
     - ``probe_interval_s`` later, then after 2, 4 and 8 times as long, while sessions speculate;
     - when a target has at most half of the speculating sessions that it had when speculation was given up.

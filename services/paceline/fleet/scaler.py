@@ -10,10 +10,10 @@ Demand is in replicas, as a real number: at 2.3 two replicas are too few. With n
   (``at_once``); from none to some immediately;
 - one step multiplies n by at most ``max_step_up`` and at least ``max_step_down``, always within the bounds.
 
-For any demand (``tests/fleet/test_scaler.py``), two changes are at least the delay of the second one apart, and going
-up, down and up again takes up_delay_s + down_delay_s. And if demand stays within (1 +- e) of a mean with e <=
-hysteresis / (2 - hysteresis), the pool goes in one direction only, if at all: going up to n needs demand above n - 1 at
-some time, going down from it demand below (n - 1) (1 - hysteresis), and (1 - e) / (1 + e) >= 1 - hysteresis.
+For any demand (``tests/fleet/test_scaler.py``), at least the delay of the second change lies between two changes. Going
+up, down and up again takes up_delay_s + down_delay_s. If demand stays within (1 +- e) of a mean with e <= hysteresis /
+(2 - hysteresis), the pool changes in one direction only. Going up to n needs demand above n - 1 at some time. Going
+down from n needs demand below (n - 1) (1 - hysteresis), and (1 - e) / (1 + e) >= 1 - hysteresis.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A chain of steps of one token each, of which each computes the token that the one before it ranks first.
 
-A small draft model's step takes less time than the interpreter needs to prepare it, so a backend may run the whole
+A small draft model's step takes less time than the interpreter needs to prepare it. So a backend may run the whole
 chain by one call (``CompiledPackage.run_chain``). Nothing in it depends on how it is run: the same tokens come of one
 step after the other.
 """

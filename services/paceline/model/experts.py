@@ -1,9 +1,9 @@
 """Experts whose products have at least ``MIN_TOKENS`` rows, whatever tokens choose them.
 
 A mixture of experts multiplies each expert by the tokens that chose it: one, two or three rows in one step, many in
-another, and products of so few rows round differently (``shapes.py``). Here tokens of zeros, whose results nobody
-reads, fill every chosen expert up. The multiplying is left to transformers' ``grouped_mm``, which leaves out what is
-routed beyond the last expert, so that experts that nobody chose are not read.
+another. Products of one to three rows round differently (``shapes.py``). Here tokens of zeros, whose results nobody
+reads, fill every chosen expert up. transformers' ``grouped_mm`` multiplies. It skips tokens routed beyond the last
+expert, so experts that no token chose are not read.
 
 On a GPU the experts of a quantized checkpoint stay as they are stored (``stored_weights.py``). ``scaled_triton.py``
 multiplies by them, without padding.

@@ -251,8 +251,8 @@ class KVCache:
         return pages, hashes
 
     def _num_known(self, slots: LinearSlots, pages: Sequence[int], hashes: Sequence[bytes]) -> int:
-        """The number of ``pages`` up to the last one at whose end a state is known, or of which there is a copy, which
-        is written back."""
+        """The number of ``pages`` up to the last one at whose end a state is known or has a copy; the copy is written
+        back."""
         num_hit, copies = slots.hit(pages), self.state_copies
         found = max((i for i in range(num_hit, len(pages)) if copies and hashes[i] in copies), default=-1)
         if copies is None or found < 0 or (slot := slots.restore(pages[found])) == NONE:

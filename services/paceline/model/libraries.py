@@ -1,8 +1,8 @@
 """Settings of torch's libraries under which their products keep one order of summation on processors with AMX.
 
-There oneDNN's products by tiles and MKL's float32 products depend on the number of rows, so that a verified token would
-have other bits than a decoded one. Without AMX, and in MKL's strict mode, they keep the rules of ``shapes.py``.
-Our own products (``compiled/linear.py``) use AMX with one order for any number of rows.
+There oneDNN's products by tiles and MKL's float32 products depend on the number of rows. So a verified token would have
+other bits than a decoded one. Without AMX, and in MKL's strict mode, they keep the rules of ``shapes.py``. Our own
+products (``compiled/linear.py``) use AMX with one order for any number of rows.
 """
 
 from __future__ import annotations

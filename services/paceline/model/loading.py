@@ -512,8 +512,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Loads a causal language model with transformers to ``device``, by default the CPU.
 
-    Its weights may come quantized, or are quantized here. Warns of weights that the model has no use for, but where
-    ``part`` is given: the class of a model of some of its layers, which alone are loaded.
+    Its weights may come quantized, or are quantized here. Warns of weights that the model does not use, unless ``part``
+    is given: the class of a model of some of its layers, whose weights alone are loaded.
 
     Raises:
         ConfigError: with the reason in one sentence; also for parameters that no weight file holds, which

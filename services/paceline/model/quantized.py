@@ -1,8 +1,8 @@
 """Quantized weights in torch: how they are made or kept while a model is loaded, and what it says of its own.
 
-On the CPU the linear layers of a model run by blocks of 4 or 8 bits (``compiled/blocks.py``): blocks that a GGUF file
-holds, or that are made of plain weights. On GPUs they run by numbers of 8 bits with scales (``scaled.py``), of a
-checkpoint (``stored_weights.py``), or made of plain weights. Other checkpoints that come quantized are transformers'.
+On the CPU the linear layers of a model use blocks of 4 or 8 bits (``compiled/blocks.py``), from a GGUF file or made of
+plain weights. On GPUs they run by numbers of 8 bits with scales (``scaled.py``), of a checkpoint
+(``stored_weights.py``), or made of plain weights. Other checkpoints that come quantized are transformers'.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ def quantization_of(model: PreTrainedModel) -> tuple[str | None, str | None]:
 def why_eager(model: PreTrainedModel) -> str | None:
     """Says why a model is not compiled, as a clause; None if it can be.
 
-    int8 weights are compiled to products that read them as they are. Others would be folded to the dtype that they
-    are multiplied in, which is what the quantization was to save, or have kernels that are not exported.
+    int8 weights are compiled to products that read them as they are. Other weights would be folded to the dtype of the
+    product, which loses the saved memory, or have kernels that cannot be exported.
     """
     config = _quantization_config(model)
     if config is None:

@@ -1,8 +1,8 @@
 """Weights on a GPU that stay numbers of 8 or 4 bits with scales: those of checkpoints, or rounded here.
 
-A weight is ``(code - zero) * scale``, rounded once to the dtype of the inputs, as it would be in a dequantized
-checkpoint; no weight is stored so. ``scaled_triton.py`` multiplies by them, for steps of any size in the same order: by
-linear layers here, by experts in ``experts.py``. Activations are not rounded.
+A weight is ``(code - zero) * scale``, rounded once to the dtype of the inputs, as in a dequantized checkpoint. Rounded
+weights are never stored. ``scaled_triton.py`` multiplies by them, for steps of any size in the same order: by linear
+layers here, by experts in ``experts.py``. Activations are not rounded.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ScaledWeight(nn.Module):
     """A weight [.., outputs, inputs] as codes with scales, without the values of a plain one."""
 
     codes: Tensor
-    """[.., outputs, bytes of rows that are filled up to blocks] int8. In a block of numbers of 4 bits the lower bits of
-    the bytes are its first half; the sign of a float is its last bit."""
+    """[.., outputs, bytes of rows that are filled up to blocks] int8. In a block of 4-bit numbers the lower halves of
+    the bytes are its first half. The sign of a float is its last bit."""
     scales: Tensor
     """[.., outputs, 1 or groups of the filled rows]."""
     factors: Tensor | None

@@ -1,15 +1,14 @@
 """Products by scaled weights for CUDA: codes are read as they are stored, and become weights in registers.
 
 A weight is ``(code - zero) * scale``, rounded once to the dtype of the inputs: the number that a dequantized checkpoint
-holds (``dequantized.py``). Inputs are taken in blocks of ``BLOCK``. The blocks of a *split* are summed in
-float32 in their order, then the splits in theirs. The number of splits depends on the sizes of the weight alone, so a
-row of the result has the same bits whatever the number of rows.
+holds (``dequantized.py``). Inputs are taken in blocks of ``BLOCK``. The blocks of a *split* are summed in float32 in
+their order, then the splits in theirs. The number of splits depends on the sizes of the weight alone, so a row of the
+result has the same bits for any number of rows.
 
-For few tokens each split of an output is a program of its own, as the weights must be spread over a device, and
-``_added`` adds their sums up. For many tokens a program takes the splits one after the other. Outputs are the rows of
-the product's tiles and tokens their columns: so matrix units run the same instruction for any number of tokens, and
-weights go to them from registers. ``most_tokens`` compares the bits of large tiles with those of small ones on a
-device, before they are used.
+For few tokens each split of an output is a separate program, to spread the weights over a device. ``_added`` adds their
+sums. For many tokens a program takes the splits one after the other. Outputs are the rows of the product's tiles and
+tokens their columns. So matrix units run the same instruction for any number of tokens and take weights from registers.
+``most_tokens`` compares the bits of large tiles with those of small ones on a device, before they are used.
 
 Imports triton, so that it is imported only where such weights run on a GPU (``scaled.py``).
 """
@@ -255,8 +254,8 @@ def _weighted(  # type: ignore[no-untyped-def]
 
 
 def in_pairs(dtype: torch.dtype, weights: Weights) -> bool:
-    """True if weights are the products of numbers and scales in ``dtype``, that of the inputs, too: float32 would hold
-    them without rounding, so that either way they are rounded once."""
+    """True if weights are computed as products of numbers and scales in ``dtype``, which is also that of the inputs.
+    float32 would hold the products exactly, so both ways round them once."""
     scales = torch.uint8 if weights.exponent else dtype
     return weights.bits == 4 and dtype.itemsize == 2 and weights.factors is None and weights.scales.dtype == scales
 

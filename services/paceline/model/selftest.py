@@ -1,8 +1,8 @@
 """Start-up checks: do decoding and verification give the same bits on this machine, with this model? Do replays?
 
-Losslessness in bf16 rests on the first (``shapes.py``). A platform that does not hold it is told so plainly; tokens
-can then differ from plain decoding where two scores are closer than the rounding of the dtype. A recorded step that
-is not, bit for bit, the eager one is not used. Hidden states that drafters read are compared as logits are; where they
+Losslessness in bf16 rests on the first (``shapes.py``). If it does not hold on a platform, the result says so: tokens
+can then differ from plain decoding where two scores are closer than the rounding of the dtype. A recorded step that is
+not, bit for bit, the eager one is not used. Hidden states that drafters read are compared as logits are; where they
 differ, a drafter's guesses depend on the step, and the output does not. A compiled step from which hidden states leave
 must have the logits of the one without.
 """
@@ -385,8 +385,8 @@ def _full_plan(
     generator: torch.Generator,
     slots: LinearSlots | None,
 ) -> StepPlan:
-    """A step of random tokens, spread over all rows: each writes a row of its own and sees a
-    random number of rows below ``farthest``. ``slots``: of linear layers, whose states are read and not written."""
+    """A step of random tokens, spread over all rows. Each writes its own row and sees a random number of rows below
+    ``farthest``. ``slots``: of linear layers, whose states are read and not written."""
 
     def random(*size: int, end: int) -> Tensor:
         return torch.randint(0, end, size, generator=generator)

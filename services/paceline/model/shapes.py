@@ -11,9 +11,9 @@ rows, when
 3. the key length of every step is one of ``KEY_PAGES`` pages (modulo 8): within each 512-key block the kernel
    splits the sum over 256 or 320 keys in halves, all other multiples of 64 at the same 192 keys.
 
-The first is for libraries' products, the others for torch's attention. Where a compiled model computes
-all of them natively (``compiled/linear.py``, ``attention/native.py``), each a sum in one order, a step has exactly its
-tokens; so it has where no promise depends on bits, as of a draft. ``Shapes`` says which rules a model's steps keep.
+The first is for libraries' products, the others for torch's attention. If a compiled model computes all of them
+natively (``compiled/linear.py``, ``attention/native.py``), each sum has one order and a step is not padded. A draft's
+steps are not padded either, because no promise depends on their bits. ``Shapes`` says which rules a model's steps keep.
 
 Masked keys add exact zeros, so padding is free of error. Two more rules depend on the model: ``experts.py`` holds the
 first for every expert, and ``tails.py`` finds the padding that elementwise kernels need. ``selftest.py`` compares the

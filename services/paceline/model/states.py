@@ -84,8 +84,8 @@ class StateTaps:
                 raise ConfigError(f"{self._name} changes the hidden state of boundary {boundary} in place")
 
     def join(self, logits_index: Tensor) -> Tensor:
-        """The states ``[1, n, len(boundaries) * hidden]`` of the last forward: of all tokens of the step, padding
-        included, or of those at ``logits_index`` [R]."""
+        """The states ``[1, n, len(boundaries) * hidden]`` of the last forward, for all tokens of the step with padding,
+        or for the tokens at ``logits_index`` [R]."""
         caught = self._take()
         states = [caught[boundary] for boundary in self.features.boundaries]
         if not self.features.every_position:

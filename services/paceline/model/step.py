@@ -135,9 +135,9 @@ def name_of(model: PreTrainedModel) -> str:
 def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe:
     """Runs two tokens through ``model``. Finds what each layer keeps, and checks for the states that ``taps`` read.
 
-    Replaces the forward of linear layers by one over slots, and of indexers and layers with compressors by one over
-    pages; latent attention gives latents to its attention function, and layers that drop arguments pass them on. The
-    model runs only with these from then on.
+    Replaces the forward of linear layers by one over slots, and that of indexers and layers with compressors by one
+    over pages. Latent attention then gives latents to its attention function, and layers that drop arguments pass them
+    on. The model runs only with these from then on.
 
     Raises:
         ConfigError: a layer has no attention, the attention is not ``paged_attention`` (several window sizes, biases,

@@ -36,9 +36,9 @@ class SequenceStep:
     Rows are the session's KV rows; a token is written to its row and sees rows [0, row] of its session, unless
     ``visible`` says otherwise (a tree, where a row does not follow its neighbour).
 
-    A branch of a subtree that the target verifies is a sequence of its own: its page table holds private pages from
-    the one on in which it leaves the others (``target/branches.py``), so that each of its tokens has the row of its
-    position, as in plain decoding. Tokens that branches share are computed in one of them and written to all.
+    A branch of a subtree that the target verifies is a separate sequence. Its page table holds private pages from the
+    page on in which it leaves the others (``target/branches.py``). So each of its tokens has the row of its position,
+    as in plain decoding. Tokens that branches share are computed in one of them and written to all.
     """
 
     token_ids: Sequence[int]

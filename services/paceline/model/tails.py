@@ -1,8 +1,8 @@
 """Padding after the last real token, so that elementwise kernels compute all real tokens alike.
 
-torch's vectorized kernels take a contiguous tensor as one flat range, two vectors at a time, and its last ``n mod 32``
-numbers one by one, by functions that round differently. Where the numbers of a token are no multiple of that, which
-token ends in the tail depends on how many tokens the step has. Then a step ends with tokens that nobody reads.
+torch's vectorized kernels take a contiguous tensor as one flat range, two vectors at a time. They take its last ``n mod
+32`` numbers one by one, by functions that round differently. Where the numbers of a token are no multiple of that,
+which token ends in the tail depends on how many tokens the step has. Then a step ends with tokens that nobody reads.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def widen_narrow_layers(model: PreTrainedModel) -> None:
     """Makes linear layers with few outputs, such as a gate with one, compute one more, which is dropped.
 
     The outputs of two tokens are then not contiguous. So elementwise kernels take them token by token and need no
-    padding, which would be many tokens. Also, a layer with one output is no longer a product of a matrix and a vector,
-    which the library splits by the number of tokens.
+    padding, which would be many tokens. Also, a layer with one output is no longer a matrix-vector product, which the
+    library splits by the number of tokens.
     """
     few = _BYTES // model.dtype.itemsize
     for module in model.modules():

@@ -27,8 +27,8 @@ def workspace_bytes(
 ) -> int:
     """Bytes that the largest step allocates in addition to the KV pages.
 
-    With T tokens, S sessions of which one has the longest context (P pages), R = min(T, ``num_logits``) rows of
-    logits, and b bytes per number::
+    With T tokens, S sessions (one with the longest context, P pages), R = min(T, ``num_logits``) rows of logits, and b
+    bytes per number::
 
         activations  T * b * (6 * hidden + 3 * intermediate)     residual, norms, q, k, v, attention; gate, up, product
         attention    (T / 16 + S) * P * (a page's bytes in a layer)    sdpa: gathered keys and values of every query row

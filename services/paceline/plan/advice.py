@@ -2,9 +2,9 @@
 
 A drafter inside the target drafts in turn with verification, on the target's own devices. A drafter in the draft pool
 runs while the target verifies, on devices that could have been targets. A head in the pool needs the target's states,
-so it also drafts in turn, and its states take time on the link; unless its acceptance ahead of its states was
-measured. Every forecast is compared with plain decoding by targets on all devices. CPU cores may also share the
-products of a target, in the numbers that were measured.
+which take time on the link. So it also drafts in turn, unless its acceptance ahead of its states was measured. Every
+forecast is compared with plain decoding by targets on all devices. CPU cores may also share the products of a target,
+in the numbers that were measured.
 """
 
 from __future__ import annotations

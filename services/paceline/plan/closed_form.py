@@ -239,8 +239,8 @@ class Subtree:
 
 @lru_cache(maxsize=4096)
 def subtree(system: System, batch: int, k: int) -> Subtree:
-    """The proposal of a co-located draft of ``k`` depths at this concurrency: a chain, or the tree of the
-    likeliest nodes with the most tokens per second, by the engine's own rule."""
+    """The proposal of a co-located draft of ``k`` depths at this concurrency: a chain, or the tree of likeliest nodes
+    that the engine's own rule selects."""
     outcomes = system.outcomes
     chain = Subtree(k, tuple(outcomes.acceptance**depth for depth in range(1, k + 1)))
     if system.ranked == 1 or not system.adaptive or outcomes.bonus_power is not None:
@@ -297,9 +297,9 @@ class _Batch:
     def of(cls, system: System, load: Load, tokens: float, rows: float) -> Self:
         """Batch whose rounds emit ``tokens`` and verify ``rows`` per session.
 
-        A prompt of P tokens takes P / (tokens of a step that verification leaves) rounds, at least one, and waits for
-        earlier prompts as in an M/D/1 queue. In a round each decoding session needs P / (rounds of a request) rows,
-        for which there may be no room.
+        A prompt of P tokens takes P / (tokens of a step that verification leaves) rounds, at least one. It waits for
+        earlier prompts as in an M/D/1 queue. In a round each decoding session needs P / (rounds of a request) rows, for
+        which there may be no room.
         """
         requests = load.requests
         if requests is None or not requests.prompt_tokens:

@@ -7,9 +7,9 @@ any node is likely enough. Outcomes are drawn from ``tree.Outcomes``. ``System.p
 continuations, from the draft steps that ended with their nodes arriving in time. Waiting on a miss follows
 ``model.awaited``, the engine's criterion.
 
-Prompts are prefilled in chunks, in order of arrival, in steps with decoding sessions, as far as a step's tokens
-suffice; drafts alternate prefills and tree steps. A session alone on its draft that waits for it after a miss gets a
-path by one call where ``System.path`` allows. A new request goes to the replicas with the fewest sessions.
+Prompts are prefilled in chunks, in order of arrival, in steps with decoding sessions, up to a step's tokens. Drafts
+alternate prefills and tree steps. A session alone on its draft that waits for it after a miss gets a path by one call
+where ``System.path`` allows. A new request goes to the replicas with the fewest sessions.
 
 Not modeled: preemption, prefix caches, and interference on one machine beyond ``System.sharing``.
 """

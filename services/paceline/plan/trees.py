@@ -1,11 +1,11 @@
 """The simulation with whole trees: drafts expand and targets verify node by node, as the engines choose them.
 
-``simulation.py`` only knows how far the chain below each outcome was grown. Here every session has a tree of its own.
-A step of a draft expands the likeliest nodes of all its sessions (``draft/growth.py``), including siblings. A target
+``simulation.py`` only knows how far the chain below each outcome was grown. Here every session has a tree of its own. A
+step of a draft expands the likeliest nodes of all its sessions (``draft/growth.py``), including siblings. A target
 verifies each session's nodes with positive expected gain (``target/control/allocation.py``), including siblings under
 the coupled rule, or waits while all of its sessions would (``target/control/waiting.py``). Probabilities are the means
-of ``Outcomes``: a node's first child is the next token of the text with probability a, and the others share the rest.
-A draft sends the nodes of several steps together. Sometimes a target finds tokens in a session's own text
+of ``Outcomes``. A node's first child is the next token of the text with probability a; the others share the rest. A
+draft sends the nodes of several steps together. Sometimes a target finds tokens in a session's own text
 (``System.lookup_share``), and verifies these if it expects more of them than of the draft's tokens.
 
 A path by one call (``System.path``) is left out: each token takes a step.

@@ -26,8 +26,8 @@ from paceline.preflight.heads import remote_size
 from paceline.preflight.host_memory import available_bytes
 
 _COPIES = 5
-"""Copies of the weights while an engine serves eagerly and another process compiles: the engine's, that process's, its
-packed ones, the file of these, and the packed ones once loaded."""
+"""Copies of the weights while an engine serves eagerly and another process compiles: the engine's, the process's own
+and packed ones, their file, and the loaded packed ones."""
 log = logging.getLogger(__name__)
 
 

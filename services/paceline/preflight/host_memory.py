@@ -40,8 +40,8 @@ def draft_pages(setup: DraftSetup, max_len: int, branches: int = 0) -> int:
 
 
 def draft_session_pages(options: Growing, num_tokens: int, branches: int = 0) -> int:
-    """KV pages of one session of a draft model: its context and its tree, each of which may end inside a page, and one
-    for each of its branches."""
+    """KV pages of one session of a draft model: of its context and its tree, which may both end inside a page, and one
+    for each branch."""
     return pages_for(options.tree_budget + num_tokens) + 1 + branches
 
 

@@ -161,11 +161,11 @@ def examine(
 ) -> Examination:
     """Examines the pools that would be started, and finds everything that is wrong with them.
 
-    ``memory`` and ``cores``: also checks that this machine has enough of them; off if other machines run the replicas,
-    or if Ray is configured with more cores. ``ports``: also whether they are free, which they are not where the service
-    runs already. ``surge``: also whether a change in place leaves a target, which is moot for a service that ends with
-    its command. ``forms``: also whether heads have the target's sizes, and how large a model without weights would be,
-    which takes torch and seconds. ``gpu_bytes``: memory of each GPU; None: it is not known.
+    ``memory`` and ``cores``: also checks that this machine has enough of them. They are off if other machines run the
+    replicas, or if Ray is configured with more cores. ``ports``: also whether they are free, which they are not where
+    the service runs already. ``surge``: also whether a change in place leaves a target, which is moot for a service
+    that ends with its command. ``forms``: also whether heads have the target's sizes, and how large a model without
+    weights would be, which takes torch and seconds. ``gpu_bytes``: memory of each GPU; None: it is not known.
     """
     findings: list[Finding] = []
     target_setup, draft_setup, draft_config = config.target_setup(), config.draft_setup(), config.draft_config
@@ -392,8 +392,8 @@ def _check_lengths(options: TargetOptions, limit: int) -> list[Finding]:
 
 
 def _check_heads(setup: TargetSetup, target: _Model, *, forms: bool) -> list[Finding]:
-    """Checks that the heads of a target are on this machine, that a draft model has its tokens, and with ``forms`` that
-    the others have its sizes."""
+    """Checks that a target's heads are on this machine and that a draft model has its tokens. ``forms``: also checks
+    that the other heads have its sizes."""
     findings: list[Finding] = []
     max_len, options = target.max_len(setup.options.max_model_len), setup.options
     for i, head in enumerate(options.heads):

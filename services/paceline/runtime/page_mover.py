@@ -6,7 +6,7 @@ The engine gets a session once its pages have arrived or failed. From then on it
 found in the cache, or computed. Meanwhile its messages are kept back, in order.
 
 Both ways ask the old target for the pages of a context. By *contents* it answers with their bytes. By *address* (NIXL)
-it answers with the places of the pages, which it keeps as they are until the call ends, and the new target reads them:
+it answers with the places of the pages, and the new target reads them. The pages stay unchanged until the call ends:
 
     new target   reserve ─▶ read ─▶ publish        a group of pages at a time
     old target   lend ───────────────▶ give back   all pages of the context
@@ -47,8 +47,8 @@ _MOST_AT_ONCE = 4
 LENT_S = 20.0
 """Longest time that a target keeps pages for another one that reads them by address."""
 READ_S = 10.0
-"""Pages that another target has not read this long after it asked for them are not taken: much less than ``LENT_S``,
-since the former begins to count before the latter."""
+"""Pages that another target has not read after this time are not taken. It is much less than ``LENT_S``, because it
+starts earlier."""
 MOST_BLOCKS = 4096
 """Blocks of memory that are read at once, unless one page is more."""
 

@@ -110,8 +110,8 @@ class Certificates:
     def refresh(self) -> Identity:
         """Rereads the files if they have changed, and returns the version to use.
 
-        A version that is not sound is logged and counted when it is found for the second time: certificate and key
-        are rarely replaced at the same moment.
+        An invalid version is logged and counted when it is found for the second time, because certificate and key are
+        rarely replaced at the same moment.
         """
         with self._lock:
             now = signature(self._paths)

@@ -1,12 +1,12 @@
 """The target engine: continuous batching at step granularity, every step verifying proposals of any length.
 
-One thread owns it. ``receive`` takes messages between steps, ``step`` finishes one step, and may have launched the next
-one by then; of a step with drafts it only launches one, or finishes one (``flight.py``). Outcomes leave before the next
-forward begins, and what is in flight is announced before the forward that verifies it; on an asynchronous device right
-after its launch. Where what sends them shares the engine's interpreter (``holds_outcomes``), both leave together, at
-that time, or once no session is ready for a step: a forward runs without the interpreter, the choice of its sessions
-and proposals does not, and routers and drafts have one message to take instead of two. On an asynchronous device they
-leave then in any case.
+One thread owns it. ``receive`` takes messages between steps. ``step`` finishes one step, and may already have launched
+the next one; with drafts it only launches a step or finishes one (``flight.py``). Outcomes leave before the next
+forward begins. Proposals are announced before the forward that verifies them, or right after its launch on an
+asynchronous device. Where their sender shares the engine's interpreter (``holds_outcomes``), both leave together at
+that time, or once no session is ready for a step. A forward runs without the interpreter, while the choice of its
+sessions and proposals holds it. Routers and drafts also receive one message instead of two. On an asynchronous device
+they leave then in any case.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _CALIBRATED_SIZES = (1, 4, 8, 16, 32, 64)
 _TIMED_FORWARDS = 3
 _TIMED_BRANCHES = 5
 _RECEIVING = 0.8
-"""Share of the expected time of a step with drafts in which messages are received, before the step is awaited: less
-than 1, as steps may take less than expected."""
+"""Share of the expected time of a step with drafts in which messages are received before the step is awaited. It is
+below 1 because steps may take less time than expected."""
 
 
 class TargetEngine:
@@ -337,8 +337,8 @@ class TargetEngine:
         return None if forwarded is None else self.on_launched(parts, forwarded, is_ahead=True)
 
     def on_launched(self, parts: Sequence[Scheduled], forwarded: Forwarded, *, is_ahead: bool) -> Flight:
-        """Commits the prefill chunks of a launched step, which decide nothing, and has the device sample its tokens
-        where no others must be known for that."""
+        """Commits the prefill chunks of a launched step, which decide nothing. The device samples the step's tokens if
+        sampling needs no others to be known."""
         for part in parts:
             if not part.verifies:
                 part.session.commit_rows(self.runner.cache, part.stop)
@@ -432,8 +432,8 @@ class TargetEngine:
         self._meter.idle(waiting=False)
 
     def calibrate(self) -> None:
-        """Times steps of 1 to 64 tokens, up to the number that all sessions may verify, so that the first sessions meet
-        measured costs, and prepares moves of pages. Without sessions only."""
+        """Prepares moves of pages, and times steps of 1 to 64 tokens, up to the number that all sessions may verify. So
+        costs are measured before the first session. Without sessions only."""
         assert not self.sessions
         if self._max_model_len > PAGE_SIZE:
             self.pages.prepare()

@@ -7,13 +7,13 @@ asynchronous device it launches the next step before it finishes this one, from 
     host       launch n + 1, finish n ..   launch n + 2, finish n + 1 ..
 
 So the host's work takes time only where it is longer than the device's. A step with drafts is awaited only after most
-of the time that it is expected to take, and what comes until then is received meanwhile: drafts' tokens are in the
-trees when the outcome is known, and no step waits for their messages to be read. What the next step does not need of
-this one is left for after its launch: ``Finished`` has what sessions were when it was decided, so whatever happens to
-them until then does not matter. It is settled as well where the next step fails or there is none.
+of its expected time, and messages are received until then. So drafts' tokens are in the trees when the outcome is
+known, and no step waits for their messages to be read. What the next step does not need of this one is left for after
+its launch: ``Finished`` has what sessions were when it was decided, so whatever happens to them until then does not
+matter. It is settled as well where the next step fails or there is none.
 
-At most two steps are in flight, and the second is launched under one rule: nothing of it depends on what the first
-decides, except for the values of tokens.
+At most two steps are in flight. The second is launched under one rule: it may depend on the outcome of the first only
+by the values of tokens.
 
 - The target runs on accelerators, has no head, sends no hidden states or hints, and shares no cores with a draft.
 - The step in flight verifies no draft tokens, and no running session may have any in the next one: it has no draft, and
@@ -25,7 +25,7 @@ decides, except for the values of tokens.
 Otherwise the step is finished first. A session that has ended meanwhile (stop token, cancellation) still has a row in
 the step ahead. That row's verdict is dropped, and the session's pages are kept until the step is done. Where the device
 cannot decide a step (``Drawn.verdicts``), the step ahead is dropped as a whole. Several ranks launch the same steps,
-ahead or not, and what one of them lacks ends a step before it is committed (``model/parallel/runner.py``).
+ahead or not. If one of them cannot run a step, the step ends before it is committed (``model/parallel/runner.py``).
 """
 
 from __future__ import annotations

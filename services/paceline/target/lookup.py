@@ -3,20 +3,19 @@
     ... the cat sat on the mat . the cat sat ▌      match: ``the cat sat``, 3 tokens; then ``on the mat .``
         └────────────┘ └─────────┘
 
-It needs no draft and no message, so it serves a miss immediately, and a session without a draft as well. If a draft
-has tokens, too, the proposal with more expected tokens is verified (``TargetSession.proposal``). Looked-up tokens
-compete for verification like any others (``control/allocation.py``), by their probability of acceptance. It follows
-from the length of the match: the next token is as likely as earlier matches of that length were right, the token after
-it as matches longer by one. Every prediction is compared with the tokens that the target decides, proposed or not, so
-learning these shares costs no verification. The text is only followed when a proposal is requested: where none could
-have gain, it costs nothing.
+It needs no draft and no message, so it serves a miss immediately, and a session without a draft as well. If a draft has
+tokens, too, the proposal with more expected tokens is verified (``TargetSession.proposal``). Looked-up tokens compete
+for verification like any others (``control/allocation.py``), by their probability of acceptance. It is estimated by the
+length of the match: the next token's from earlier matches of that length, the one after it from matches longer by one.
+Every prediction is compared with the tokens that the target decides, proposed or not, so learning these shares costs no
+verification. The text is only followed when a proposal is requested: where none could have gain, it costs nothing.
 
 For the coupled rule and greedy decoding only, where a proposal can change only the time. Under the rejection rule such
 a token is drawn from a point mass: it would be accepted with p(x) alone. It could replace the draft's token only if the
 choice between the two did not depend on drawn tokens, but a match does.
 
-The idea: prompt lookup decoding (Saxena 2023). A table of pairs takes 0.2 microseconds a token, where the automaton of
-``drafters/suffix.py`` takes 1.8 and four times the memory; this one runs in every step.
+The idea: prompt lookup decoding (Saxena 2023). It runs in every step, so it uses a table of pairs, which takes 0.2
+microseconds a token. The automaton of ``drafters/suffix.py`` takes 1.8 and four times the memory.
 """
 
 from __future__ import annotations

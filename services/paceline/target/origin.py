@@ -1,7 +1,7 @@
 """A digest of everything that decides the bits of KV pages: code, device, configuration, and all bytes of the weights.
 
 Targets exchange pages only if their digests are equal. A thread of the lowest priority reads each weight file once. The
-digest of a file is kept in the cache of compiled models, and computed again if the file's size, time, device or inode
+digest of a file is kept in the cache of compiled models. It is computed again if the file's size, time, device or inode
 has changed.
 """
 

@@ -2,10 +2,10 @@
 
     old target   held ─▶ read ─▶ bytes ──▶ write ─▶ cached prefix ─▶ match_prefix   new target
 
-Pages enter the new target's prefix cache, and the session shares them like an earlier session's. What is missing
-is computed. A page is given to targets of the same *identity* alone: the bits of a probe that both have computed, and
-what computed them (``origin.py``), which is known a while after the start. Only whole pages of committed tokens move,
-under the salt of their session.
+Pages enter the new target's prefix cache, and the session shares them like an earlier session's. What is missing is
+computed. A page is given to targets of the same *identity* alone: the bits of a probe that both have computed, and the
+origin of these bits (``origin.py``). The identity is known some time after the start. Only whole pages of committed
+tokens move, under the salt of their session.
 
 Not moved, so computed again: pages of models with linear layers (which need a state, too), of several ranks, with
 layers of heads or of states for drafts, of targets with a kernel library for prompts, and of those whose self-test is
@@ -113,8 +113,8 @@ class PageStore:
         return [page_contents(self.cache, page) for page in self.cache.find(hashes)]
 
     def write(self, wanted: WantedPages, index: int, contents: Sequence[bytes]) -> int:
-        """Adds pages from ``index`` of the context on to the prefix cache; returns how many, which is 0 once the
-        pages before them had to make room.
+        """Adds pages from ``index`` of the context on to the prefix cache and returns their number: 0 if the pages
+        before them were evicted.
 
         Raises ValueError if they are not whole pages of this target, or more than were requested.
         """
@@ -158,8 +158,8 @@ class PageStore:
         return self._lent[key]
 
     def reserve(self, key: object, wanted: WantedPages, index: int, count: int) -> list[int]:
-        """Pages for those from ``index`` of the context on, for ``publish`` or ``give_back``; none if there is no
-        room, or the pages before them had to make room."""
+        """Pages for the context from ``index`` on, for ``publish`` or ``give_back``; none if there is no room, or if
+        the pages before them were evicted."""
         self._lent[key] = self._allocate(wanted, index, count)
         return self._lent[key]
 

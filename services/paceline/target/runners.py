@@ -1,7 +1,7 @@
 """The forward of a step, by the model that each of its sessions began on.
 
-There are two if the target began eagerly. A session keeps the model that computed its first token: eager and compiled
-steps round differently, and a session of both could differ from plain decoding at a near-tie. So only new sessions see
+There are two if the target began eagerly. A session keeps the model that computed its first token. Eager and compiled
+steps round differently, so a session of both could differ from plain decoding at a near-tie. So only new sessions see
 the swap. While there are sessions of both kinds, a step is two forwards, each of which is batch-invariant by itself. KV
 pages are shared among sessions of one kind only (``generation``).
 

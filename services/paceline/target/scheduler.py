@@ -222,8 +222,8 @@ class Scheduler:
         return self._with_guesses(parts, budget) if self._heads and parts else parts
 
     def schedule_ahead(self, in_flight: Sequence[Scheduled]) -> list[Scheduled]:
-        """Chooses the parts of the step after the one ``in_flight``, which verifies no draft tokens, as if no session
-        ended with that; none if more than the sampled tokens must be known first (``flight.py``).
+        """Chooses the parts of the step after the one ``in_flight``, as if no session ended with that; ``in_flight``
+        verifies no draft tokens. None if more than the sampled tokens must be known first (``flight.py``).
 
         First come parts for the next token of sessions in flight, then prefill chunks. No session is preempted. What
         the step in flight computes belongs to the contexts: its sessions hold the states of linear layers after it.

@@ -266,7 +266,7 @@ def frame_of(region: Region) -> Frame | None:
 def _fixed(pattern: str) -> str | None:
     """The one text that a pattern matches, but for blanks before it."""
     pattern = pattern.removeprefix(r"\s*")
-    bare = re.sub(r"\\\W", "", pattern)  # what is left has no meaning of its own unless it is one of these
+    bare = re.sub(r"\\\W", "", pattern)  # the rest has no meaning unless it is one of these
     return None if re.search(r"[\\.^$*+?{}\[\]|()]", bare) else re.sub(r"\\(\W)", r"\1", pattern)
 
 

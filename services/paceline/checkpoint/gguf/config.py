@@ -203,7 +203,7 @@ def _llama3(meta: _Metadata, width: int, theta: float, factors: list[float]) -> 
     """Recovers the parameters of Llama 3's factors, from which transformers computes the factors again.
 
     A factor is 1 for short waves and ``factor`` for long ones. Between the bounds its inverse is linear in the
-    frequency: two such factors give both bounds; one suffices if the bounds differ by 4, as in published models.
+    frequency, so two such factors give both bounds. One suffices if the bounds differ by 4, as in published models.
     """
     refusal = ConfigError(f"{meta.what} holds rope_freqs.weight with factors that are not Llama 3's: those are read")
     turns = [theta ** (-2 * i / width) / (2 * math.pi) for i in range(width // 2)]

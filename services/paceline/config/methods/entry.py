@@ -88,8 +88,8 @@ class PoolMethod(Entry):
     build: str
     """(``drafters.building.Building``) -> a ``Drafter``, or a ``Built`` with what else its engine takes of it."""
     host_bytes: Callable[[Any], int]
-    """Bytes of the machine's memory that its options ask for, in addition to an engine's; of a draft model and a head
-    its checkpoint says it (``preflight/service.py``)."""
+    """Bytes of the machine's memory that its options need, in addition to an engine's. For draft models and heads the
+    checkpoint gives them (``preflight/service.py``)."""
     examine: str = "paceline.drafters.available:needs_nothing"
     """(Asked) -> ``AvailableMethod``: what one of its forwards reads. Raises ConfigError where it cannot be used."""
     with_model: Callable[[dict[str, Any], str], None] | None = None

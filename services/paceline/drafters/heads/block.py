@@ -214,8 +214,8 @@ class Blockwise(HeadModule):
 class BlockHead(Blockwise):
     """DFlash, DFlash 2, DSpark and JetSpec; the state dict has the published keys.
 
-    Its state is the row after the last norm. The context of position P is kept for row P + 1 like that of other heads,
-    and rotated by P, as the rows of the pass are rotated by their own positions.
+    Its state is the row after the last norm. As for other heads, the context of position P is kept for row P + 1. It is
+    rotated by P, since the rows of the pass are rotated by their own positions.
     """
 
     fusing = ("fc", "hidden_norm")

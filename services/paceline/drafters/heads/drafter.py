@@ -5,8 +5,8 @@ go to the session's own pages: row P + 1 for the state of P. Each session keeps 
 below the anchor go through deeper steps. The session keeps the results of these steps until the target has decided
 otherwise. Decided tokens are computed again from the target's own states.
 
-A head that drafts all depths in one pass does so when its anchor is asked for, and so does a head whose depths do not
-depend on tokens. Deeper nodes are then rows of that pass.
+A head drafts all depths when its anchor is expanded if it makes them in one pass, or if its depths do not depend on
+tokens. Deeper nodes are then rows of that pass.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 - ``Eagle3``: EAGLE-3 (Li et al. 2025, arXiv:2503.01840): ``g = fc([F_1; F_2; F_3])`` of three boundaries,
   ``x = [rms(e); rms(g)]``, ``y = g + Attention(x)``, ``g' = y + MLP(rms(y))``, logits of its own LM head over a draft
   vocabulary from ``rms(g')``. What is recycled is g', before the norm.
-- ``PEagle``: P-EAGLE (2026; layers and flags of the speculators library): the same weights and a learned state for
-  places without one, so that all depths are rows of one causal pass.
+- ``PEagle``: P-EAGLE (2026; layers and flags of the speculators library): the same weights, with a learned state for
+places without one. So all depths are rows of one causal pass.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class EarlyExit(OfSessions[_Session]):
 
     kind = "early_exit"
     features = Features((OUT,), every_position=False)
-    """The state itself is of no use here: that it comes says that the target has computed the rows before the
-    anchor, and on which pages."""
+    """The state itself is not used. Its arrival tells that the target has computed the rows before the anchor, and on
+    which pages."""
     layers: tuple[LayerSpec, ...] = ()
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int, max_leaves: int = 64) -> None:

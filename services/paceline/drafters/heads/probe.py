@@ -2,8 +2,9 @@
 
 A head may read the wrong layer, or a state before the norm in place of the one after it. The output stays correct then,
 but the head's tokens are rarely accepted, and no other check notices. So the target writes some text greedily. The head
-is asked for every token of it, given the true tokens before (``HeadModule.unroll``): with its own settings, and with
-settings that are easily confused with them. This costs a few steps of the target and one pass of the head per setting.
+predicts each of its tokens, given the true tokens before (``HeadModule.unroll``). It does so with its own settings, and
+with settings that are easily confused with them. This costs a few steps of the target and one pass of the head per
+setting.
 """
 
 from __future__ import annotations

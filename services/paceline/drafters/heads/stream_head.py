@@ -12,8 +12,8 @@ One pass makes all tokens, and keeps nothing of them. Two things differ from the
 
 - Its streams are extra rows of the verification pass, and need no pass of their own. Here they run after that pass and
   read the pages that it has written. So each round reads (L - b) / L of the target's layers and the LM head once more.
-  In one pass, streams could change the bits of the text: the number of rows may decide how each row is rounded, and no
-  row may see a row of other weights. After the pass they cannot, in any family, compiled or eager.
+  In one pass, streams could change the bits of the text, because the number of rows may decide how each row is rounded.
+  Also, no row may see a row of other weights. After the pass they cannot, in any family, compiled or eager.
 - Its streams do not know the anchor, which the same pass has yet to decide on. Here the anchor is known, and enters by
   a low-rank map of its embedding.
 

@@ -1,7 +1,7 @@
 """A draft model of its own: the first layers of a target, over the tokens that the target writes most.
 
 It reads no states, so it drafts on other devices, and its checkpoint is one of transformers. With fewer tokens than the
-target it has a tokenizer of its own: the target's, of byte pairs, without the merges that lead to other tokens. What it
+target it has a tokenizer of its own: the target's byte pairs without the merges that lead to other tokens. What it
 cannot propose it can still read, as its tokenizer cuts it (``vocabulary: shared``).
 """
 

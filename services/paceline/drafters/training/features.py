@@ -1,8 +1,8 @@
 """Features of a target on disk: rows of its own text and its states there, made once and read by every training.
 
-A cache directory holds ``cache.json`` (what it was made from), and a folder for token ids and one for each boundary,
-with one safetensors file per batch of rows. Whatever is interrupted goes on with the first file that is missing, and a
-head that needs other boundaries adds their folders.
+A cache directory holds ``cache.json`` (its sources), a folder for token ids, and one for each boundary. Each folder has
+one safetensors file per batch of rows. Whatever is interrupted goes on with the first file that is missing, and a head
+that needs other boundaries adds their folders.
 """
 
 from __future__ import annotations

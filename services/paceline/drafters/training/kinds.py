@@ -1,8 +1,8 @@
 """The heads that can be trained: their modules, their first weights, and their checkpoints in the published formats.
 
 A head begins as close to the target as its form allows. Where its layer is a copy of the target's last one, the
-projection in front is fitted by least squares to that layer's true input, one position further on: a closed form that
-takes one pass over a few thousand tokens and saves the first thousand steps of training.
+projection in front is fitted by least squares to that layer's true input at the next position. This closed form takes
+one pass over a few thousand tokens and saves the first thousand steps of training.
 """
 
 from __future__ import annotations

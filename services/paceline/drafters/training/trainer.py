@@ -145,8 +145,8 @@ class Trainer:
         """Soft cross-entropy in nats, averaged over the positions and weighted by depth; of DSpark see
         ``dspark_loss``.
 
-        Of a draft vocabulary the target's probabilities are taken as they are, so that a position whose next token is
-        unlikely to be in it weighs little.
+        The target's probabilities of a draft vocabulary are not normalized, so a position whose next token is unlikely
+        to be in it weighs little.
         """
         token_ids, own, out, num_tokens = batch
         module = self.head.module

@@ -1,21 +1,21 @@
 """Compressed attention: a query sees the keys of a window, and before it entries that stand for several tokens each.
 
-In layers of DeepSeek V4 a *compressor* makes one entry of the tokens of each window of ``rate`` positions, counted from
-the beginning of the context: the mean of their parts, weighted number by number by the softmax of their gates. Windows
-of sparse layers overlap by half, and an indexer chooses ``index_topk`` entries for a query (``indexed.py``). Keys are
-values, of one head.
+In layers of DeepSeek V4 a *compressor* makes one entry of each window of ``rate`` positions, counted from the beginning
+of the context. The entry is the mean of its tokens' parts, weighted number by number by the softmax of their gates.
+Windows of sparse layers overlap by half, and an indexer chooses ``index_topk`` entries for a query (``indexed.py``).
+Keys are values, of one head.
 
-An entry is a function of the tokens of its window alone, and lies on the page of the last of them; the parts and gates
-of each token lie on its page, too. Both are further layers of the KV cache. So a branch has its own by the pages that
-it has of its own, a rejected token is overwritten, and with it the entry that it ended, and a prefix is hit with all of
-its entries. A token that ends a window makes the entry when it is written, from the rows of its sequence, in one order
-of sums: tokens of the step and of earlier ones give the same bits.
+An entry depends on the tokens of its window alone, and is stored on the page of the last of them. The parts and gates
+of each token are stored on its page, too. Both are further layers of the KV cache. So a branch has its own entries on
+its own pages, a rejected token is overwritten together with the entry that it ended, and a cached prefix includes all
+of its entries. When a token that ends a window is written, the entry is made from the rows of its sequence, in one
+order of sums. So tokens of this step and of earlier ones give the same bits.
 
 Attention goes over pages: before each ``rate`` pages of keys comes one of the 64 entries that stand for them. The
 place of a key depends on its position alone, and so does the order of sums.
 
-While a step is exported, no size depends on the values of a tensor: an entry is made of each token that is written, and
-is stored on the scratch page if the token ends no window; a query row copies the pages that its window can span.
+While a step is exported, no size depends on the values of a tensor. An entry is made for each written token, and stored
+on the scratch page if the token ends no window. A query row copies the pages that its window can span.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     prompt    [ block 0 | block 1 | ... | rest ]      generated tokens
                └────── the library ─────┘ └────────── our kernels ─────────
 
-Bits of the two differ, so the choice is a function of a token's position and the length of its prompt alone: never of
-the chunk, the batch or a draft. Pages of both kinds are never taken for each other (``kv_cache.page_hash``).
+Bits of the two differ. So the choice depends on a token's position and the length of its prompt alone, never on the
+chunk, the batch or a draft. Pages of both kinds are never taken for each other (``kv_cache.page_hash``).
 
 The library chooses its tiles by the lengths of a batch, and would split long contexts by its size. So it is given
 *requests* of one length: ``REQUEST_LEN`` tokens at a multiple of that position, with keys up to the end of the request,
@@ -215,8 +215,8 @@ def _backend(device: torch.device) -> str:
 def difference(library: Library, num_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
     """Says how rows of the library depend on what is computed with them, as a clause; None: no bit does.
 
-    Each request is computed alone, with all others in either order, and in parts, as the chunks of a prompt may cut
-    it; from pages with other numbers; and once by a reference implementation, from which it may differ by rounding.
+    Each request is computed alone, with all others in either order, in parts as the chunks of a prompt, and from pages
+    with other numbers. It is also computed by a reference implementation, from which it may differ by rounding.
     """
     tried = _Tried(library, num_heads, num_kv_heads, dim, dtype)
     every = [(number, 0, REQUEST_LEN) for number in TRIED_REQUESTS]

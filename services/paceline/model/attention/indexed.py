@@ -4,9 +4,9 @@ The score of key s for query t is the sum over heads h of w[t, h] relu(q[t, h] .
 Index keys lie on the pages of the session, as one more layer of the KV cache. What is not chosen is masked in the
 layer's attention.
 
-A choice has the same bits however a step is laid out: products are summed in the order of dimensions and heads, and of
-equal scores the lowest positions are chosen. ``torch.topk`` chooses among equals by the shape that it is given. The
-native operator (``native.py``) and its reference implementation here give the same scores, bit for bit.
+A choice has the same bits in any layout of a step. Products are summed in the order of dimensions and heads, and ties
+go to the lowest positions. ``torch.topk`` chooses among equals by the shape that it is given. The native operator
+(``native.py``) and its reference implementation here give the same scores, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Latent attention over latents: what a layer keeps of a token is one row, whatever the number of its heads.
+"""Latent attention over latents: a layer stores one row per token for all of its heads.
 
 A layer of multi-head latent attention (MLA of DeepSeek-V2, arXiv:2405.04434, section 2.1) makes the keys and values of
-all heads from a normed latent c of ``kv_lora_rank`` numbers, and of a rotated part r that all heads share: of head h
-the key is [K_h c; r], the value V_h c, where K_h and V_h are rows of ``kv_b_proj``. The cache holds [c; r] alone. A
-query [q; p] is multiplied by K_h first, since q . K_h c = (K_h^T q) . c; the weighted sum of latents by V_h last. So
-attention has one KV head, whose values are the beginning of its keys' rows. Prompts and decoding take this one form,
-so that bits do not depend on which of them computed a row.
+all heads from a normed latent c of ``kv_lora_rank`` numbers and a rotated part r that all heads share. Head h has the
+key [K_h c; r] and the value V_h c, where K_h and V_h are rows of ``kv_b_proj``. The cache holds [c; r] alone. A query
+[q; p] is multiplied by K_h first, since q . K_h c = (K_h^T q) . c; the weighted sum of latents by V_h last. So
+attention has one KV head, whose values are the beginning of its keys' rows. Prompts and decoding take this one form, so
+that bits do not depend on which of them computed a row.
 
 Of transformers' layers only ``expand_kv`` is replaced, which makes keys and values of latents.
 """

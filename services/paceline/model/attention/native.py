@@ -1,14 +1,14 @@
 """Attention that reads pages in place, for the CPU: no gathered copy of the keys, and bits that no neighbour changes.
 
-Every query takes its keys in blocks of one page, in the order of its rows, by the same operations whatever queries
-share the block: a token has the bits of being decoded alone, however it is chunked, padded or batched. Masked keys
-contribute nothing, not even NaN; a block that is hidden whole costs nothing. The operator is in
-``native.cpp``: float32 sums, called by compiled models without the interpreter's lock. Threads that help the one that
-calls it take query rows and KV heads of their own (``share_by``).
+Every query takes its keys in blocks of one page, in the order of its rows, by operations that do not depend on the
+other queries of a block. So a token has the bits of being decoded alone in any chunk, padding or batch. Masked keys
+contribute nothing, not even NaN; a block that is hidden whole costs nothing. The operator is in ``native.cpp``: float32
+sums, called by compiled models without the interpreter's lock. Threads that help the one that calls it take query rows
+and KV heads of their own (``share_by``).
 
-It needs AVX-512, and is compiled once for each machine's instruction set: bfloat16 products take two instructions for
-one where AVX512-BF16 is missing, and round otherwise. As with other hardware, replicas that do not all have it, or all
-have the same, can differ at near-ties: a session that moves from one to the other is lossless only in distribution.
+It needs AVX-512, and is compiled once for each machine's instruction set. Without AVX512-BF16 a bfloat16 product takes
+two instructions instead of one, and rounds differently. As with other hardware, replicas with different instruction
+sets can differ at near-ties. A session that moves between them is lossless only in distribution.
 """
 
 from __future__ import annotations

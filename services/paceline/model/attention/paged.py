@@ -1,10 +1,10 @@
 """The attention function that transformers' unchanged model code calls, over a paged KV cache.
 
-All tokens of a step lie flat in one sequence ``[1, T]``, so that the linear layers see exactly the tokens that
-exist. Only attention needs to know which session a token belongs to: tokens have places in *query rows* ``[B, n]``
-(one session each, padded), and each row a page table. ``native`` and ``triton`` read queries and pages where they are.
-``sdpa`` gathers the tokens into the rows, each row's pages into ``[B, Tk]`` keys, and scatters the result back.
-Grouped-query heads are folded into the query rows, so keys are never repeated.
+All tokens of a step lie flat in one sequence ``[1, T]``, so that the linear layers see exactly the tokens that exist.
+Only attention needs to know the session of a token. Tokens have places in *query rows* ``[B, n]`` (one session each,
+padded), and each row has a page table. ``native`` and ``triton`` read queries and pages where they are. ``sdpa``
+gathers the tokens into the rows, each row's pages into ``[B, Tk]`` keys, and scatters the result back. Grouped-query
+heads are folded into the query rows, so keys are never repeated.
 
 A token's result never depends on its neighbours: of ``native`` and ``triton`` by their order of summation, of
 ``sdpa`` by the shapes that are chosen (``shapes.py``).

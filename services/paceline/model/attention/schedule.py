@@ -2,8 +2,8 @@
 
 A *place* is one token in a query row. A *split* is ``SPLIT`` pages at a fixed position of a context. Each place has a
 partial sum for each head and each split that its row sees. The kernel takes a list of work with one piece for each row
-and split, not a grid over rows and page tables. So the cost of a step and the sizes of a recording depend on the number
-of its tokens, not on the longest context or on the tokens of each session.
+and split, not a grid over rows and page tables. So a step's cost and a recording's sizes depend on the number of
+tokens, not on the longest context or on the tokens of each session.
 
 Partial sums take at most ``MAX_SCRATCH_BYTES``. A step that needs more is cut into several calls: for some of its rows,
 or for some places of one row. A place shares no sums with others, so its bits are the same in any call.

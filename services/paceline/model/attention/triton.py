@@ -2,18 +2,17 @@
 
 Every place sees its keys in tiles of one page, or of a part of one if heads are wide. The tiles of ``SPLIT`` pages are
 summed in order; then these partial results are summed in order. None of these sizes depends on the step, and a masked
-tile adds exact zeros. So a token's result does
-not depend on the rest of the batch, on the length of the page table, or on whether it is decoded or verified.
-(Flash-decoding, Dao et al. 2023, with a fixed split size.) A fixed number of programs takes the pieces of work of a
-step (``schedule.py``) in turn, so a launch depends on nothing but the number of tokens, and pages that nobody sees cost
-nothing.
+tile adds exact zeros. So a token's result does not depend on the rest of the batch or the length of the page table, and
+is the same in decoding and verification. (Flash-decoding, Dao et al. 2023, with a fixed split size.) A fixed number of
+programs takes the pieces of work of a step (``schedule.py``) in turn. So a launch depends only on the number of tokens,
+and pages that no token sees cost nothing.
 
 There are two launches. ``partial_results`` computes partial results of few queries, which ``combine_results`` adds up:
-for decoding and verification, whose keys must be spread over a device. ``walk_pages`` takes the many queries of full
-rows of a prompt, and walks all their keys: it reads them less often, and keeps the sums in registers. Both call the
-same functions for a tile and for a sum, which are compiled without fused multiplications and additions, and no order of
-summation depends on how a tile lies in the threads: weights are summed by a product. ``walked_block`` compares the bits
-of both on a device, whose matrix units might sum in another order for more rows, before it lets large tiles be used.
+for decoding and verification, whose keys must be spread over a device. ``walk_pages`` takes the many queries of a
+prompt's full rows and walks all their keys. So it reads keys less often and keeps the sums in registers. Both call the
+same functions for a tile and for a sum, compiled without fused multiply-adds. Weights are summed by a product, so no
+order of summation depends on a tile's layout in the threads. A device's matrix units might sum in another order for
+more rows. So ``walked_block`` compares the bits of both before it allows large tiles.
 
 Imports triton, so that it is imported only where this kernel was chosen (``kernels.py``).
 """

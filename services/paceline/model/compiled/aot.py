@@ -5,9 +5,9 @@ same logits. The compiler is told to round after each operator, as eager steps d
 in float32, and a state that leaves the graph, which ends a fusion, would change the bits. Each graph is compared with
 the bare one before it enters the cache.
 
-Weights are frozen into the artifact as packed oneDNN matrices: at one token per step this reaches the memory
-bandwidth where eager bf16 reaches half of it. Autotuning is off on purpose: it picks kernels by a noisy timing,
-and the packed oneDNN kernels are the ones that were measured to be batch-invariant (``shapes.py``).
+Weights are frozen into the artifact as packed oneDNN matrices. At one token per step this reaches the memory bandwidth;
+eager bf16 reaches half of it. Autotuning is off because it picks kernels by a noisy timing. The packed oneDNN kernels
+were measured to be batch-invariant (``shapes.py``).
 """
 
 from __future__ import annotations

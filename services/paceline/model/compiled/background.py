@@ -4,11 +4,10 @@
                │ CompileJob                             │ take
     worker     └▶ load ▶ compile ▶ self-test ▶ artifact ┘
 
-The worker (``worker.py``) is a process of its own, of low priority and on any core: a compilation would hold up the
-interpreter of the engine for a minute. It shares only the cache of compiled models with the engine. A thread of the
-engine's process loads the step from there once it is built. The worker ends with the engine; one that is detached
-finishes, for the next start. The engine decides when to *take* the step, since sessions that began eagerly must keep
-their bits.
+The worker (``worker.py``) is a separate process of low priority on any core, because a compilation would block the
+engine's interpreter for a minute. It shares only the cache of compiled models with the engine. A thread of the engine's
+process loads the step from there once it is built. The worker ends with the engine; one that is detached finishes, for
+the next start. The engine decides when to *take* the step, since sessions that began eagerly must keep their bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Weights of 4 and 8 bits in blocks of 32 inputs, for the native products (``blocks.h``).
 
 A weight is ``scale * u + minimum``, or ``scale * (u - zero)``. Its ``u`` has 4 or 8 bits; 32 inputs of an output share
-a scale and a minimum in float16. A product rounds the inputs to 8 bits, each 32 by a scale of their own in float32, so
-that the sums within blocks are whole numbers. The blocks are added in float32 in their order. What an output is depends
-on its row and weights alone: not on other rows, the number of threads or the processor.
+a scale and a minimum in float16. A product rounds the inputs to 8 bits, with a float32 scale for each 32 of them. So
+the sums within blocks are whole numbers. The blocks are added in float32 in their order. What an output is depends on
+its row and weights alone: not on other rows, the number of threads or the processor.
 """
 
 from __future__ import annotations

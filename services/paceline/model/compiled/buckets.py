@@ -1,7 +1,7 @@
 """Step shapes that are recorded once and replayed: which there are, which one a step takes, and how it is filled.
 
-A recorded step reads its integers from one buffer at fixed places and knows its shape only. So a step is *packed*:
-its plan is written into a buffer of the shape that runs it, and what is over is padding that no result depends on.
+A recorded step reads its integers from one buffer at fixed places and knows its shape only. So a step is *packed*: its
+plan is written into a buffer of the shape that runs it. The rest of the buffer is padding that no result depends on.
 The same buffer is what crosses to the device, in one copy. Nothing here knows a device.
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from paceline.model.step_plan import StepPlan
 
 _MIN_TOKENS = 16
-"""Tokens of the smallest recorded step, one tile of a tensor core: decoding and short verification then run the
-same matrix products, bit for bit, and both wait for the weights."""
+"""Tokens of the smallest recorded step: one tile of a tensor core. So decoding and short verification run the same
+matrix products, bit for bit, and both wait for the weights."""
 _ROW_LENGTHS = (4, 16, 32)
 """Recorded query row lengths: decoding, and proposals or tree levels of up to 31 tokens."""
 _CHUNK_LENGTHS, _CHUNKS = (64, 128, 256), (1, 2, 4)
@@ -44,8 +44,8 @@ _REMEMBERED = 4096
 def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> None:
     """Writes ``plan`` into a host ``buffer`` laid out for ``shape``, which must cover it.
 
-    Writes that pad go to the scratch page, and the results of tokens that pad go nowhere. Places that pad repeat the
-    last place of their query row, and whole query rows the first one: they see what real ones see, so nothing in them
+    Writes that pad go to the scratch page, and the results of tokens that pad go nowhere. Padding places repeat the
+    last place of their query row, and padding query rows repeat the first row. They see real keys, so nothing in them
     is NaN. Pages that pad repeat the first page of the row and are not seen.
     """
     own = plan.shape
@@ -156,9 +156,9 @@ def shapes_to_record(limits: Limits, most: int) -> list[StepShape]:
 def token_shapes(limits: Limits, most: int) -> list[StepShape]:
     """Returns at most ``most`` shapes for attention in place, shapes of few tokens first.
 
-    Such a step costs what its tokens see (``attention/schedule.py``), so its number of tokens is its shape: it has room
-    for all ways to spread them over sessions, and for the longest context. A step whose tokens are mostly of prompts
-    has few rows of logits, so each number of tokens also has a shape with a quarter of the rows of logits.
+    The cost of such a step depends on the keys that its tokens see (``attention/schedule.py``), so its number of tokens
+    is its shape. It has room for any spread of them over sessions, and for the longest context. A step of mostly prompt
+    tokens has few rows of logits. So each number of tokens also has a shape with a quarter of these rows.
     """
     pages, last = padded_pages(limits.max_pages), max(_MIN_TOKENS, padded_tokens(limits.max_tokens))
     shapes = []

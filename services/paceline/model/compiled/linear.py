@@ -142,8 +142,8 @@ def quantized_layers(model: nn.Module) -> list[PackedLinear]:
 
 
 def pack_layers(module: nn.Module) -> nn.Module:
-    """A module with each linear layer of it in bfloat16 on the CPU packed, itself if it is one; as it is where the
-    products are not usable. A layer with several places stays one."""
+    """A module whose bfloat16 linear layers on the CPU are packed, including the module itself if it is one. It is
+    returned unchanged where the products are not usable. A layer with several places stays one."""
     if not usable():
         return module
 
@@ -270,8 +270,8 @@ def share_products(num_threads: int) -> None:
 
 
 def sharer() -> ctypes.c_void_p:
-    """The C function by which other operators share their work as products are: among the threads that help the one
-    that calls it, if any do. ``usable`` comes first."""
+    """The C function by which other operators share their work as products do: among the calling thread and its
+    helpers, if it has any. ``usable`` comes first."""
     library = load_library()
     assert library is not None, "usable() comes first"
     return ctypes.cast(library.paceline_share, ctypes.c_void_p)

@@ -1,12 +1,12 @@
 """Runs the library of an AOTInductor package without the interpreter's lock.
 
-torch's own loader keeps the lock for the whole call. A replica's event loop lives in the engine's process: it would
-stand still while a step runs, and everything that arrives meanwhile, a draft's nodes above all, would come too late
-for the next one. ``ctypes`` releases the lock around a foreign function; the functions are the stable C interface of
+torch's own loader keeps the lock for the whole call. A replica's event loop is in the engine's process. If a step
+blocked it, messages that arrive during the step, above all a draft's nodes, would be too late for the next one.
+``ctypes`` releases the lock around a foreign function; the functions are the stable C interface of
 ``torch/csrc/inductor/aoti_runtime/interface.h``.
 
-A step whose plan lies in the host's memory is run by one call of ``package.cpp``, which makes its inputs of the plan's
-buffer: as tensors of Python they cost more than a small model's step.
+A step whose plan is in the host's memory is run by one call of ``package.cpp``, which makes its inputs from the plan's
+buffer. As tensors of Python they would cost more than a small model's step.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class CompiledPackage:
     """The one model of a CPU package. ``inputs``: tensors and lists of tensors, as for the export."""
 
     def __init__(self, path: Path, *, is_native: bool = False) -> None:
-        """``is_native``: it calls no operators but ours, so that its steps need none of the padding that products and
-        attention of other libraries do (``shapes.py``). Raises EngineError if the package cannot be loaded here."""
+        """``is_native``: it calls only our operators. So its steps need none of the padding that products and attention
+        of other libraries need (``shapes.py``). Raises EngineError if the package cannot be loaded here."""
         self.is_native = is_native
         with zipfile.ZipFile(path) as package, tempfile.TemporaryDirectory(prefix="paceline-package-") as folder:
             package.extractall(folder)

@@ -2,11 +2,11 @@
 
 transformers computes each by up to a dozen kernels, and torch's mean takes a row's sum in an order that depends on the
 number of rows. ``torch.compile`` makes one or two kernels of them, whose order is fixed. Only these parts are compiled,
-each once for any number of tokens: a whole step would be compiled for several kinds of sizes, and a token's bits could
+each once for any number of tokens. A whole step would be compiled for several kinds of sizes, and a token's bits could
 depend on the kind. The products stay cuBLASLt's, the attention is ours (``attention/triton.py``).
 
-A call of a part costs the host more than the kernels that it stands for, so that steps that are not recorded as CUDA
-graphs become slower: nearly none should be (``buckets.py``).
+A call of a part costs the host more than the kernels it replaces, so steps that are not recorded as CUDA graphs become
+slower. Nearly all steps are recorded (``buckets.py``).
 """
 
 from __future__ import annotations

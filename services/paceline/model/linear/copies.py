@@ -1,8 +1,8 @@
 """Copies of states of linear layers in host memory, of sessions that were preempted.
 
-The pages of such a session stay cached, but are hit only up to a state that is known, and the states of sessions that
-run take the slots of copies that nobody holds. A copy belongs to a page's hash, so to all tokens before the state: it
-can be no older than what it is restored for.
+The pages of such a session stay cached, but are hit only up to a known state. States of running sessions take the slots
+of copies that nobody holds. A copy belongs to a page's hash, so to all tokens before the state: it can be no older than
+what it is restored for.
 """
 
 from __future__ import annotations

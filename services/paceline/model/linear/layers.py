@@ -1,6 +1,6 @@
 """Linear layers of unchanged transformers models: the recognition of them, and a forward over slots in place of theirs.
 
-transformers' own forward has another form for one token than for many, whose chunks begin where a call begins; so its
+transformers' own forward has another form for one token than for many, whose chunks begin where a call begins. So its
 bits depend on how a text is cut. Where its optional kernel packages or kernels from a hub are installed it has further
 ones. None of these runs: the module's projections, norm and weights are used (``families.py``). Between them runs
 ``operator.py``, or its native implementation where that is available; on a GPU ``triton.py``.

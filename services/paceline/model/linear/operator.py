@@ -6,19 +6,19 @@
     S'  = e^(G_C) S + sum over j of e^(G_C - G_j) k_j (x) u_j     at the chunk's end
 
 Kinds of layers differ in how a token's q, k, v, b and g come from its projections (``_RULES``). In Kimi delta layers
-(arXiv 2510.26692) g and G are vectors with a number for each row of S, and e^(G_t - G_j) is within the products of
+(arXiv 2510.26692) g and G are vectors with one number for each row of S. There e^(G_t - G_j) is inside the products of
 k and q. In lightning attention (arXiv 2401.04658) g is a constant of the head, u_t = v_t, and there is no convolution.
 A short convolution ends before: its result is the output. Mamba2 (arXiv 2405.21060) has u_t = b_t v_t, where b is the
-length of the step, and adds D v_t to o_t. Mamba (arXiv 2312.00752), whose decay differs by channel and by row of the
-state, goes from the chunk's beginning token by token instead, in any step:
+length of the step, and adds D v_t to o_t. In Mamba (arXiv 2312.00752) the decay differs by channel and by row of the
+state. It is computed token by token from the chunk's beginning, in any step:
 
     S_t = e^(A b_t) S_(t-1) + k_t (x) (b_t v_t)                   b_t: the length of the step
     o_t = S_t q_t + D v_t
 
-Every sum begins with 0 and is taken in one order that names no size of the step: rows of a chunk one by one, a
-state's rows in blocks of BLOCK, products of two rows in lanes. So a token's bits do not depend on what else a step
-holds. ``native.py``, which runs where it can, gives the same. This is its reference implementation.
-Numbers are float32; the convolution's result is rounded to the model's dtype, as in transformers.
+Every sum begins with 0 and has one order for steps of any size: rows of a chunk one by one, a state's rows in blocks of
+BLOCK, products of two rows in lanes. So a token's bits do not depend on what else a step holds. ``native.py``, which
+runs where it can, gives the same. This is its reference implementation. Numbers are float32; the convolution's result
+is rounded to the model's dtype, as in transformers.
 """
 
 from __future__ import annotations

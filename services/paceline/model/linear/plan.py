@@ -99,7 +99,7 @@ class LinearStep:
     """Slots of rows that are copied before the step, (from, to) each."""
 
     def groups(self) -> list[range]:
-        """Runs of sequences of which none reads or writes a slot that one of another run writes.
+        """Runs of sequences: no run reads or writes a slot that another run writes.
 
         Runs may be computed at the same time; the sequences of a run are computed one after the other, as a session's
         branches are.
@@ -128,8 +128,8 @@ class LinearStep:
         return 3 + 5 * len(self.sequences) + 5 * len(chunks) + further
 
     def encode(self) -> array[int]:
-        """Writes all numbers to one array, which operators and other ranks read: for each group its place in the array,
-        its first token and the number of its sequences; sequences; and copies.
+        """Writes all numbers to one array, which operators and other ranks read. Order: the place in the array, first
+        token and number of sequences of each group; sequences; copies.
         """
         groups = self.groups()
         numbers, of_groups = array("q", (len(self.sequences),)), array("q", (len(groups),))
@@ -177,8 +177,8 @@ class LinearStep:
 
 
 def num_numbers(num_tokens: int) -> int:
-    """Numbers for which recorded steps of ``num_tokens`` tokens have room: sequences of one token each, which
-    are in two chunks and are written to one further place. Only steps with many copies for branches have more."""
+    """Numbers for which recorded steps of ``num_tokens`` tokens have room: sequences of one token each, in two chunks
+    and written to one other place. Only steps with many copies for branches have more."""
     return 64 + 18 * num_tokens
 
 
@@ -335,8 +335,8 @@ class LinearSlots:
         self._unconfirmed, self._replaced_rows, self._replaced_states = [], [], []
 
     def abandon(self) -> None:
-        """Drops the states that the last planned step was to store, and what was reserved for the coming one: it has
-        failed, or has not run."""
+        """Drops the states that the last planned step would have stored, and the next step's reservations. The planned
+        step has failed or has not run."""
         self._promised.clear()
         for key in self._unconfirmed:
             self.drop_state(key)

@@ -1,14 +1,14 @@
 """Linear layers for CUDA: one program for a head's columns, sequence after sequence of a group, chunk after chunk.
 
-Formulas, and the rows and states that are kept, are the same as in ``operator.py``. A chunk is always one tile of
-CHUNK rows, of which those before the step's are read and those after it are zeros. Each product is taken over the
-same tiles and each sum in one order, so a token's bits do not depend on what else a step holds: decoding, prefill
-and verification run the same code over the same tile. The order differs from the CPU's.
+Formulas, and the rows and states that are kept, are the same as in ``operator.py``. A chunk is always one tile of CHUNK
+rows, of which those before the step's are read and those after it are zeros. Each product is taken over the same tiles
+and each sum in one order, so a token's bits do not depend on the rest of the step. Decoding, prefill and verification
+run the same code over the same tile. The order differs from the CPU's.
 
-A launch depends on nothing but the number of tokens; what it computes is read from the step's numbers on the device,
-so steps can be recorded. Sequences of a *group* (``LinearStep.groups``) may read what earlier ones have written, and
-run in one program. Heads and columns share nothing but the queries' and keys' inputs, which each of their programs
-writes: the same numbers to the same place.
+A launch depends only on the number of tokens. Kernels read all other numbers of the step on the device, so steps can be
+recorded. Sequences of a *group* (``LinearStep.groups``) may read what earlier ones have written, and run in one
+program. Heads and columns share nothing but the queries' and keys' inputs, which each of their programs writes: the
+same numbers to the same place.
 
 Imports triton, so that it is imported only where linear layers run on a GPU (``layers.py``).
 """
@@ -58,8 +58,8 @@ def _sources(  # type: ignore[no-untyped-def]
 ):
     """Addresses of the convolution's inputs at ``place`` in a chunk, below 0 before it; and which of them there are.
 
-    ``own``, ``before``: slot of rows, first computed row and its token, of the chunk and of the one before it; a first
-    row below 0: there is none before it in this step, and the state's ``slot`` holds the inputs before the chunk.
+    ``own``, ``before``: slot of rows, first computed row and its token, of the chunk and of the one before it. A first
+    row below 0: this step has no chunk before it, and the state's ``slot`` holds the inputs before the chunk.
     """
     own_slot, own_first, own_token, own_end = own
     last_slot, last_first, last_token = before

@@ -1,7 +1,7 @@
 """Exchanges between the ranks of a sharded model: sums, small tensors and messages.
 
-Sums are taken in the order of the ranks, in float32, on every rank: all ranks get the same bits, and a token's result
-does not depend on where in a tensor it lies. Every operation must be called by all ranks in the same order.
+Every rank sums in the order of the ranks, in float32. So all ranks get the same bits, and a token's result does not
+depend on its place in a tensor. Every operation must be called by all ranks in the same order.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from paceline.model.linear.families import spec_of
 from paceline.model.linear.layers import linear_modules
 
 FIXED = {"hidden_size", "mamba_n_groups", "mamba_n_heads", "mamba_ngroups", "n_mamba_heads"}
-"""Settings that a rank's configuration has whole, although the degree divides them: channels of convolutions and of
-Mamba are the model's width or a multiple of it, and so are all heads of some Mamba2 layers together. Of fewer groups
-than ranks several ranks have the same one."""
+"""Settings that a rank's configuration keeps whole, although the degree divides them. Channels of convolutions and of
+Mamba are a multiple of the model's width, and so are all heads of some Mamba2 layers together. Of fewer groups than
+ranks several ranks have the same one."""
 _HEADS = {
     Kind.GATED_DELTA: ("linear_num_key_heads", "linear_num_value_heads"),
     Kind.KIMI_DELTA: ("linear_num_heads",),
@@ -46,7 +46,7 @@ is a multiple of the first one."""
 _OUTPUTS = {"out_proj", "o_proj", "x_proj"}
 """Modules that read what is split."""
 _WHOLE = {"norm", "o_norm", "f_a_proj", "g_a_proj", "dt_layernorm", "b_layernorm", "c_layernorm"}
-"""Norms over one head, over all, or over a sum of all ranks, and first halves of products; norms of Mamba2 are over a
+"""Norms over one head, over all, or over a sum of all ranks, and first halves of products. Norms of Mamba2 are over a
 group of heads each, and whole where ranks share a group."""
 
 

@@ -1,8 +1,8 @@
 """A rank of a tensor-parallel model: the unchanged transformers class over a part of the weights.
 
-Only the ends of what is split differ: layers split by rows, and experts, add their outputs over the ranks; the
-embedding looks up the tokens that it has; the output layer gives the logits of the rank's own tokens, which
-``ranks.py`` joins or compares. All ranks must take the same steps in the same order.
+Only the ends of split parts differ. Layers split by rows, and experts, add their outputs over the ranks. The embedding
+looks up the tokens that it has. The output layer gives the logits of the rank's own tokens, which ``ranks.py`` joins or
+compares. All ranks must take the same steps in the same order.
 """
 
 from __future__ import annotations

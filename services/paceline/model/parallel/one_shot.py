@@ -3,15 +3,14 @@
     rank 0   memory: counters | slot 0 | slot 1   ◀─┐  every rank writes its own tensor, then raises a counter in the
     rank 1   memory: counters | slot 0 | slot 1   ◀─┘  memory of each rank, waits for its own counters, and reads all
 
-One-shot all-reduce (as in TensorRT-LLM and vLLM), but with the terms added from the first rank to the last, in float32,
-rounded once: the bits of ``sum_in_order``. Each program exchanges one block of the tensor and counts its calls on the
-device, so that nothing in a launch changes from call to call. Slots are taken in turn: who writes to a slot for call
-k + 2 has seen that all have come to call k + 1, so all have read what it wrote for call k. Large sums are two-shot: the
-owner of a block waits for all terms, puts the sum in the place of its own term, and only then raises its counters.
+One-shot all-reduce (as in TensorRT-LLM and vLLM), with the bits of ``sum_in_order``: terms are added from the first
+rank to the last, in float32, and rounded once. Each program exchanges one block of the tensor and counts its calls on
+the device. So all calls have the same launch. Slots are used in turn. A rank that writes to a slot for call k + 2 has
+seen all ranks reach call k + 1, so all have read its data of call k. Large sums are two-shot. The owner of a block
+waits for all terms, replaces its own term by the sum, and only then raises its counters.
 
-A rank that waits longer than the limit is *broken*: it says so to its host, gives NaN in place of every result from
-then on, and neither writes nor raises a counter any more, so that the others, which may still read from it, end in
-the same way.
+A rank that waits longer than the limit is *broken*. It reports this to its host, and all its later results are NaN. It
+neither writes nor raises a counter any more, so the other ranks, which may still read from it, end in the same way.
 
 No device has run this: the kernel was tested in triton's interpreter and compiled for devices. Imports triton, so that
 it is imported only where this exchange was chosen (``peers.py``).

@@ -1,9 +1,9 @@
 """Which part of every parameter a tensor-parallel rank holds, from the plan that comes with the model class.
 
 A rank is the unchanged transformers class, built from a *local* configuration: fewer heads, narrower feed-forward
-layers. The class's plan says which layers are split by columns, which by rows. Which configuration values govern them
-is found by building the class on the meta device with one value changed at a time; the shapes of the local model then
-say how far each parameter shrinks. Whatever the plan and the shapes do not explain together is refused.
+layers. The class's plan says which layers are split by columns, which by rows. The class is built on the meta device
+with one configuration value changed at a time, to find the values that govern them. The shapes of the local model then
+tell how much each parameter shrinks. Whatever the plan and the shapes do not explain together is refused.
 
 Reads no weights (``shard_loading.py``) and exchanges nothing (``sharded.py``).
 """

@@ -4,14 +4,14 @@
                    │      ║  sums inside, the logits' ends outside
     rank 1         └─▶ forward ─▶ nothing
 
-The plan is all that they need. It names the KV pages, which mean the same on every rank: only the first rank hands
-them out, and the others clear what it has cleared before they take the step.
+The plan is all that they need. It names the KV pages, whose numbers are the same on every rank. Only the first rank
+allocates them; the others clear the same pages before they run the step.
 
 On GPUs no host waits for a device between two steps: a step may begin with tokens that the first rank's GPU still
 samples. These go from GPU to GPU at the beginning of the step, so no rank keeps anything from one step to the next.
-Each step is announced to all hosts, and has found room on all ranks, before the first of them begins it, whether or not
-another step is in flight. A rank that is gone is noticed when the next step is announced, and one that does not come on
-the device before a step is committed (``check``).
+Each step is announced to all hosts, and has found room on all ranks, before any rank begins it. This also holds while
+another step is in flight. A lost rank is noticed when the next step is announced. A rank that hangs on the device is
+noticed before a step is committed (``check``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The memory has no name in any file system: rank 0 creates it, the others open it through rank 0's process. It is gone
 when the last rank is, however it ends. The exchange itself is in ``shared_memory.cpp``, compiled once for each version
-of torch; its operators survive export, and compiled models call it without the interpreter's lock.
+of torch. Its operators can be exported, and compiled models call it without the interpreter's lock.
 """
 
 from __future__ import annotations

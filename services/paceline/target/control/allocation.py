@@ -7,7 +7,7 @@ A step over n sessions that verifies draft tokens with path probabilities p_1 >=
 where C is the measured cost of a step by its tokens (``step_cost.py``), h the time between two steps, and t the tokens
 that the step computes anyway: n, and prefill chunks, whose own cost does not depend on drafting. Sessions in prefill
 count among the n: they will decode at the time that today's draft tokens would save. The m with the largest E / D is
-chosen, unless its gain over n / D(0) is small: sessions that gain end before others, and steps of fewer sessions yield
+chosen, unless its gain over n / D(0) is small: sessions that gain end sooner, which leaves smaller steps that yield
 less per second. A path probability never exceeds its parent's. So the likeliest m tokens are always connected, prefixes
 of chains or subtrees, and E is concave. C is lumpy, so every m is tried, up to where a convex function below C proves
 that no further one can be better.
@@ -19,9 +19,9 @@ positive expected gain, chains elsewhere, and D counts every branch.
 On an asynchronous device plain steps follow each other without h (``target/flight.py``): D(0) is less by the share of h
 that they hide, which draft tokens have to earn first.
 
-Under the rejection rule the decision to propose at a position must not depend on drawn values, nor on anything that
-does: node probabilities and the length of the proposal. Such a session offers the averages of its earlier rounds,
-whatever its proposal, as soon as there is a first token (``blind_offer``).
+Under the rejection rule the decision to propose at a position must not depend on drawn values. Node probabilities and
+the length of the proposal depend on them. Such a session offers the averages of its earlier rounds, whatever its
+proposal, as soon as there is a first token (``blind_offer``).
 """
 
 from __future__ import annotations
@@ -394,8 +394,8 @@ class Allocation:
         return ideal_gain(cost, num_sessions, acceptance, k, overhead_s, hidden_s) * num_sessions / plain_s
 
     def could_pay(self, num_sessions: int, acceptance: float, k: int) -> bool:
-        """True if draft tokens that are accepted with this probability, k for each session, would be verified: by the
-        measured cost of steps, ``least_gain``, and always before any step was measured."""
+        """True if k draft tokens per session would be verified at this acceptance. It is decided by the measured cost
+        of steps and ``least_gain``; True before any step was measured."""
         gain = self.gain(num_sessions, acceptance, k)
         return gain >= least_gain(num_sessions) or not self.adaptive or not self.cost.known
 

@@ -6,11 +6,11 @@ tokens so far and b the tokens expected without it (prompt lookup), it is asked 
     sum over the n sessions of (a + a^2 + .. + a^D - b)  >  R * T(n, D),
 
 R being the current tokens per second, at least plain decoding's. The test is repeated before each further depth, with
-the path probabilities known by then. It omits feeding the head with every step. So the head has an *account*: at each
-load its accepted tokens are compared with the tokens made, at R, in all the time that it took. R includes the head's
-own tokens, which does not change the sign: a tokens in h seconds in addition to c tokens in T have gain
-a - (c + a) / (T + h) h > 0 if and only if (c + a) / (T + h) > c / T. A head with a negative account at a load is paused
-there: neither asked nor fed, for 1, 2, 4, .. 64 s of steps.
+the path probabilities known by then. It omits feeding the head with every step. So the head has an *account*. At each
+load it compares the head's accepted tokens with the tokens that rate R makes in the head's time. R includes the head's
+own tokens, which does not change the sign: a tokens in h seconds in addition to c tokens in T have gain a - (c + a) /
+(T + h) h > 0 if and only if (c + a) / (T + h) > c / T. A head with a negative account at a load is paused there:
+neither asked nor fed, for 1, 2, 4, .. 64 s of steps.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ class HeadGate:
         return None if near is None else near.get(0.0)
 
     def chains(self, num_sessions: int, width: int) -> bool:
-        """True if one call per session, for its best path, is better than depth by depth with up to ``width`` leaves:
-        if a token of all paths takes less than half the time of such a depth, which brings more tokens. Counts as
-        being asked."""
+        """True if one call per session, for its best path, is better than depth by depth with up to ``width`` leaves. A
+        depth brings more tokens, so a token of all paths must take less than half its time. Counts as being asked."""
         if width == 1 and num_sessions == 1:
             return True
         turn, self._num_asked = self._num_asked % _COMPARED_EVERY, self._num_asked + 1

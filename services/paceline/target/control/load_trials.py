@@ -7,14 +7,14 @@ each load (``allocation.load_class``) both are tried:
            1, 2, 4, .. 64 s             a few steps
 
 A step counts with the time since the previous step, less the expected time of its prefill chunks. The first few steps
-after a change, and steps that are mostly prefill, do not count. No trial is needed if drafting is clearly faster than a
-plain step can be (``StepCost``), or could not gain even with ideal drafts (``ideal_gain``). A trial of drafts starts
-when their promised gain, over as long as the load has lasted, repays the expected loss of the trial; at the latest when
-that loss is a small share of this time (``experiment.TRIAL_SHARE``). Drafts promise the yield of ideal drafts at the
-acceptance so far, times the share of it that they reached at the nearest load. A trial is an ``Experiment``: it ends
-when its rate is clearly above or below that of the choice. The budget is charged with its loss against the choice,
-including the steps until the choice is in force again. All of a step's sessions take part: with a share f of them the
-difference is f times as large and takes 1 / f^2 as long, so a few would cost more than all.
+after a change, and steps that are mostly prefill, do not count. No trial is needed if drafting is clearly faster than
+any plain step (``StepCost``), or if even ideal drafts could not gain (``ideal_gain``). A trial of drafts starts when
+their expected gain, over the time that the load has lasted, exceeds the expected loss of the trial. It starts at the
+latest when that loss is a small share of this time (``experiment.TRIAL_SHARE``). Drafts promise the yield of ideal
+drafts at the acceptance so far, times the share of it that they reached at the nearest load. A trial is an
+``Experiment``: it ends when its rate is clearly above or below that of the choice. The budget is charged with its loss
+against the choice, including the steps until the choice is in force again. All of a step's sessions take part. With a
+share f of them the difference is f times as large and takes 1 / f^2 times as long to measure.
 """
 
 from __future__ import annotations

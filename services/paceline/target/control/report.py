@@ -1,6 +1,6 @@
 """The controller's choices and their reasons, as text and as gauges: from its measurements alone.
 
-Other threads call this while the engine runs: collections are copied before they are read, and two numbers of one
+Other threads call this while the engine runs. So collections are copied before they are read, and two numbers of one
 answer may be from consecutive steps.
 """
 

@@ -105,8 +105,8 @@ class SessionGate:
     def begin(self, session: TargetSession, num_sessions: int) -> None:
         """Adds a new session, one of ``num_sessions``; it begins paused if drafting is off at this load.
 
-        After the first pause every new session is sent an explicit state, because routers assign no drafts to sessions
-        beyond the number that the target last requested drafts for.
+        After the first pause every new session is sent an explicit state. Otherwise routers would assign it no draft
+        beyond the number of sessions that the target last requested drafts for.
         """
         if session.k == 0:
             return

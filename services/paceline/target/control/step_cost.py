@@ -1,15 +1,15 @@
 """Seconds of a target step by the number of its tokens, learned while serving.
 
-A step of few tokens waits for the weights, so several tokens cost as much as one, until arithmetic takes over; where
+A step of few tokens waits for the weights, so several tokens cost as much as one until arithmetic takes over. Where
 that happens depends on machine, model and context. So it is measured: steps that only decode are averaged by size, and
 costs between measured sizes are interpolated. Every step moves one common *level*, which corrects sizes that were not
 measured recently when contexts grow or the machine slows down.
 
-An unexpected time moves the level and the size's ratio to it, each by its share of the uncertainty: a Kalman filter of
-their logarithms, covariances neglected. The level may change freely; a ratio drifts slowly. Otherwise, after some slow
-steps, their size would look more expensive than a size measured when the machine is fast again. Plain steps that look
-expensive are not taken, so they would keep looking so. A size that is met for the first time starts at the interpolated
-cost and does not move the level: otherwise a size met at a lucky moment would be chosen again and again.
+An unexpected time moves the level and the size's ratio to it, each by its share of the uncertainty. This is a Kalman
+filter of their logarithms without covariances. The level may change freely; a ratio drifts slowly. Otherwise, after
+some slow steps, their size would look more expensive than a size measured when the machine is fast again. Plain steps
+that look expensive are not taken, so they would keep looking so. A new size starts at the interpolated cost and does
+not move the level. Otherwise a size first measured at a lucky moment would be chosen again and again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from paceline.core.statistics import Ewma
 from paceline.model.shapes import MIN_TOKENS, QUERY_MULTIPLE, padded_row_len
 
 _EXACT, _LARGE = 64, 256
-"""Sizes are kept one by one up to 64, so that lumps of the cost show; by padded size to 256, in steps of 64 beyond."""
+"""Sizes are kept one by one up to 64, to show jumps of the cost. They are kept by padded size up to 256, and in steps
+of 64 beyond."""
 
 _LEVEL_DRIFT, _NEW, _SIZE_DRIFT = 2.0, 0.5, 1 / WINDOW**2
 """Variances in the filter of a step's seconds, of logarithms, in units of one measurement's about its expected value.
 
-In order: of the change of the level in a step; of the ratio of a size that is new; of its change in a step.
+In order: the level's change in a step, the ratio of a new size, the ratio's change in a step.
 """
 _MOST_LOG = math.log(2.0)
 """A single step counts as at most twice as slow or as fast as expected."""
@@ -55,8 +56,8 @@ class _Size:
 class StepCost:
     """Expected seconds by number of tokens: non-decreasing, piecewise linear, strictly positive once known.
 
-    Sizes never measured are assumed to be cheap (beyond the largest) or proportional (below the smallest), so that they
-    get tried and the estimate corrects itself.
+    Sizes never measured are assumed to be cheap (beyond the largest) or proportional (below the smallest). So they are
+    tried, and the estimate corrects itself.
     """
 
     def __init__(self) -> None:

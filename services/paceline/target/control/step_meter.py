@@ -207,8 +207,8 @@ class StepMeter:
             stats.hit_bubble_steps += 1
 
     def begin_ahead(self) -> None:
-        """Records that a step which was launched ahead is the next to be done: the device began it when the last one
-        was decided, so that there is no gap."""
+        """Records that the next step was launched ahead. The device began it when the last one was decided, so there is
+        no gap."""
         self._started = self.forward_at = self._decided_at
         self._is_ahead = True
         self.stats.steps_ahead += 1

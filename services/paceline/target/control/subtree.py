@@ -1,8 +1,8 @@
 """The nodes that a session's tree offers to a step, by falling expected gain (*worth*).
 
-A node's worth is its path probability, the product of its own and its ancestors' calibrated ones. A sibling of
-another token begins a branch, which costs the step a page copy and query rows of its own: its worth is less by the
-tokens that the step could make in that time. If no sibling has positive worth, the offer is the chain.
+A node's worth is its path probability, the product of its own and its ancestors' calibrated ones. A sibling begins a
+branch, which costs the step a page copy and query rows. The tokens that the step could make in that time are subtracted
+from the sibling's gain. If no sibling has positive worth, the offer is the chain.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Waiting for a draft or stepping without it: the choice with more tokens per second, from measured times.
 
-Waiting has gain while the tokens it is expected to add exceed the tokens that the session makes otherwise in that time
-(Dinkelbach's criterion for maximizing tokens / time): wait iff ``gain > rate * cost``, with
+Waiting has gain while it is expected to add more tokens than the session makes otherwise in that time. This is
+Dinkelbach's criterion for maximizing tokens / time: wait iff ``gain > rate * cost``, with
 
 - gain: the probability that the awaited draft token comes in time, by the share of earlier waits that were answered,
   and is accepted, path included; less the gain of a proposal that is available without waiting. The gain of a wait for
-  a first token is the mean of such waits so far, including the tokens that came with it or were awaited after it.
-  The next round counts as well: it has the draft's tokens in time more or less often than after a step without them,
-  and is spared that wait;
+  a first token is the mean of such waits so far. It includes the tokens that came with the first one or were awaited
+  after it. The next round counts as well: it has the draft's tokens in time more or less often than after a step
+  without them, and is spared that wait;
 - cost: the expected time until it arrives, from the delays measured on earlier rounds, and the time that verifying
   it takes (``step_cost.py``);
 - rate: the tokens per second of sessions so far, at least plain decoding's, which is always possible: failed waits

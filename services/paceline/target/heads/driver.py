@@ -4,16 +4,15 @@
                                                 │
     follow outcomes ─▶ choose who steps ─▶ expand, expand, .. ─▶ allocate ─▶ forward
 
-A session's head has a tree of its own, as a draft's engine has, so the ranking by the target's noise, the calibration
-and what a drafter may rely on are the same. Its best path and its other tokens are offered when the session is
-about to step and its draft has sent nothing for this place; it needs no message and no wait. Only the target decides
-what becomes text.
+A session's head has a tree of its own, as a draft's engine has. So ranking by the target's noise, calibration and the
+drafter's guarantees are the same. Its best path and its other tokens are offered when the session is about to step and
+its draft has sent nothing for this place. This needs no message and no wait. Only the target decides what becomes text.
 
 Every rule is served. Coupled and greedy sessions are offered the path that is likeliest to be the target's own choice.
-Under the rejection rule each token is drawn from the head's distribution q, which is stated: whether the head is asked
-depends on the context and on averages, never on a token that was drawn, nor does the depth, so p is exact (see
-``core/verification.py``). Sequential sessions have proposals of a head only if they have no draft, so that they stay
-comparable; plain ones have none.
+Under the rejection rule each token is drawn from the head's distribution q, which it states. Calls of the head and
+their depth depend on the context and on averages, never on a drawn token, so p is exact (see ``core/verification.py``).
+Sequential sessions have proposals of a head only if they have no draft, so that they stay comparable; plain ones have
+none.
 
 A head that raises is switched off and named in the status; its sessions go on without it.
 """
@@ -124,8 +123,8 @@ class Heads:
     # -- extra rows of a step ------------------------------------------------------------------------------------------
 
     def guesses(self, session: TargetSession, limit: int) -> Proposal:
-        """Tokens of a head that are computed with a session's own in the coming step, and bind nothing; none, if
-        there would be more than ``limit``."""
+        """Tokens of a head that are computed with a session's own in the coming step and affect none of its results;
+        none, if there would be more than ``limit``."""
         if not self._may_propose(session):
             return NO_PROPOSAL
         for mounted in self.mounted:

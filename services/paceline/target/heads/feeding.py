@@ -1,7 +1,8 @@
 """The input of heads: the states of a step, cut to each session's committed tokens.
 
 A head whose features want every position is fed with each position once, in order. A session that shares pages with
-another lacks the state of the last shared position, which the head's first row needs: it is kept for each full page.
+another lacks the state of the last shared position, which the head's first row needs. So this state is kept for each
+full page.
 
 A paused head misses steps. Their states are not requested, so a pause costs nothing, but these states are lost. The
 head goes on from the first step after the pause. The missed rows are a hole in the session's context, which the head

@@ -1,10 +1,10 @@
 """Grows the trees of a head, depth by depth, while the next depth is expected to be worth its time.
 
 The result is a proposal for the coming round of each session. Where siblings may be verified, one call of a depth
-expands several of the likeliest nodes of the depth before it, not only the best one. The likeliest nodes of all
-depths are verified. This is the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858), with the step's own
-budget in place of a fixed size. A draft model may take less time for a step than the host needs between two steps:
-then one call expands the best path of a session instead (``HeadGate.chains``).
+expands several of the likeliest nodes of the previous depth, not only the best one. The likeliest nodes of all depths
+are verified. This is the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858), with the step's own budget in
+place of a fixed size. A draft model's step may take less time than the host needs between two steps. Then one call
+expands the best path of a session instead (``HeadGate.chains``).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class HeadGrower(Grower[HeadSession]):
         self.clock: Callable[[], float] = time.perf_counter
 
     def ask(self, sessions: list[HeadSession], tokens_per_s: float, *, trees: bool) -> None:
-        """Expands the anchors of some sessions and the best nodes below each, depth by depth while that is worth its
-        time, and offers each session its best path.
+        """Expands the anchors of some sessions and the best nodes below each, depth by depth while that has expected
+        gain. Offers each session its best path.
 
         Args:
             sessions: the sessions whose draft has no tokens.
