@@ -173,7 +173,8 @@ def test_events_tell_drafted_text_from_the_targets_own(url):
     assert "".join(segment["text"] for one in told for segment in one["segments"]) == "".join(
         choice["text"] for choice in choices
     )
-    assert sum(one["round"]["accepted"] for one in told if "round" in one) == told[-1]["accepted"]
+    rounds = [of for one in told if "round" in one for of in (*one.get("earlier_rounds", ()), one["round"])]
+    assert sum(of["accepted"] for of in rounds) == told[-1]["accepted"]
 
 
 def test_speculation_can_be_chosen_and_changes_no_token(url, pipeline):

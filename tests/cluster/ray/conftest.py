@@ -126,6 +126,7 @@ def app(pair):
         patch.setenv("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "1")
         from ray import serve
     own = {**serve_environment(folder), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    own["RAY_gcs_server_port_wait_time_s"] = str(START_S)  # Ray's own wait of 30 s may pass on a machine that is busy
     import ray
 
     from paceline.cluster.app import APPLICATION, GRPC_SERVICES, build

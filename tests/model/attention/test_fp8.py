@@ -18,7 +18,7 @@ from tests.model.families import checkpoint, small_config
 from tests.model.parallel.ranks import Ranks, led
 from tests.model.test_linear import chunk
 from tests.support.compilers import needs_attention
-from tests.support.hybrids import hybrid_model
+from tests.support.hybrids import hybrid_config
 from tests.support.indexed import indexed_model
 from tests.support.models import prompt, random_model
 from tests.support.rings import nightly, slow
@@ -163,7 +163,7 @@ def _native(*families: str, marks: Any = ()) -> list[Any]:
 def test_the_self_test_holds(family: str, kernel: Any) -> None:
     """Windows, latents, linear layers, and indexers, whose keys stay as they are."""
     if family == "hybrid":
-        model = hybrid_model("qwen3_next")
+        model = checkpoint(hybrid_config("qwen3_next"))
     elif family == "indexed":
         model = indexed_model("deepseek_v32")
     else:
