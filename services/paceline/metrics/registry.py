@@ -12,7 +12,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as Family
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from paceline.metrics.declaration import Kind, Metric, Samples, Value
 from paceline.metrics.mirror import MirroredHistogram, RayMirror, inside_ray
@@ -96,18 +95,17 @@ class Registry(Collector):
 
 
 def _values(metric: Metric, made: MetricWrapperBase) -> dict[tuple[str, ...], Value]:
-    """The values of a metric by its labels; prometheus_client's times of creation are left out."""
-    samples = [sample for family in made.collect() for sample in family.samples]
-    if metric.kind is not Kind.HISTOGRAM:
-        return {_key(metric, s): s.value for s in samples if not s.name.endswith("_created")}
-    values: dict[tuple[str, ...], Value] = {}
-    for key, of_key in itertools.groupby(samples, functools.partial(_key, metric)):
-        numbers = list(of_key)  # in the order of the bounds: the count up to each of them
-        counts = tuple(s.value for s in numbers if s.name.endswith("_bucket"))
-        (total,) = (s.value for s in numbers if s.name.endswith("_sum"))
-        values[key] = (total, *counts)
-    return values
+    """The values of a metric by its labels, read where prometheus_client keeps them: the samples that it makes of them
+    take ten times as long."""
+    if not metric.labels:
+        return {(): _value(made)}
+    with made._lock:
+        children = list(made._metrics.items())
+    return {tuple(key): _value(child) for key, child in children}
 
 
-def _key(metric: Metric, sample: Sample) -> tuple[str, ...]:
-    return tuple(sample.labels[label] for label in metric.labels)
+def _value(child: MetricWrapperBase) -> Value:
+    """A number; of a histogram its sum, and the count up to each bound."""
+    if isinstance(child, Histogram):
+        return (child._sum.get(), *itertools.accumulate(bucket.get() for bucket in child._buckets))
+    return float(cast(Gauge, child)._value.get())
