@@ -19,6 +19,7 @@ from tests.model.parallel.ranks import Ranks, load
 from tests.model.test_linear import chunk, differing_of
 from tests.model.test_linear_native import random_inputs, random_step
 from tests.support.hybrids import hybrid_config, poison
+from tests.support.interpreter import hasten
 from tests.support.models import prompt
 from torch import Tensor
 
@@ -53,28 +54,11 @@ _NEIGHBOR = 18
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs take more than one group each. The interpreter patches triton's language once for a launch, not for each
-    call within it."""
+    """Programs take more than one group each."""
     if DEVICE == "cuda" or not _CAN_RUN:
         return
-    from triton.runtime import interpreter
-
+    hasten()
     monkeypatch.setattr(kernels(), "NUM_GROUPS", 2)
-    patched: set[int] = set()
-    launch = interpreter.GridExecutor.__call__
-
-    def launched(self: Any, *args: Any, **options: Any) -> None:
-        patched.clear()
-        launch(self, *args, **options)
-
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        if (names := id(self.fn.__globals__)) not in patched:
-            interpreter._patch_lang(self.fn)
-            patched.add(names)
-        return self.rewrite()(*args, **options)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
 def kernels() -> ModuleType:

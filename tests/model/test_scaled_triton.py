@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.interpreter import hasten
 from tests.support.mutants import Mutant, mutant
 from torch import Tensor
 
@@ -46,6 +47,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
             total += column[:, None] * row[None, :]
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
+    hasten()
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from tests.model.families import checkpoint, small_config
 from tests.support.flashinfer import BatchPrefillWithPagedKVCacheWrapper as Wrapper
 from tests.support.in_place import seen_through
+from tests.support.interpreter import hasten
 from tests.support.models import SLIDING_WINDOW, prompt, random_model
 from tests.support.rings import nightly
 from transformers import LlamaConfig
@@ -136,6 +137,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = np.matmul(left[:, None], right, dtype=d.data.dtype)[:, 0]
         return interpreter.TensorHandle(rows + d.data, d.dtype.scalar)
 
+    hasten()
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
     monkeypatch.setattr(kernel, "NUM_PROGRAMS", 3)
 
