@@ -81,6 +81,7 @@ def simulate(
     ``leaves_out``: says of each drafted token, from log q, keys, positions and the texts before, whether it and those
     behind it are not proposed.
     """
+    params = SamplingParams(temperature=1.0)
     seeds = torch.arange(first_seed, first_seed + sessions) * 0x9E3779B97F4A7C15 % 2**62
     texts, verdicts_of_first = [(0,)] * sessions, []
     active, nonce = list(range(sessions)), 0
@@ -118,8 +119,8 @@ def simulate(
         proposals = [Proposal(d, q if rule is REJECTION else ()) for d, q in zip(drafted, qs, strict=True)]
         if at_once:
             states = [
-                SamplerState(SamplingParams(temperature=1.0), int(key), texts[i], vocab_size=log_p.shape[-1])
-                for i, key in zip(active, keys, strict=True)
+                SamplerState(params, key, texts[i], vocab_size=log_p.shape[-1])
+                for i, key in zip(active, keys.tolist(), strict=True)
             ]
             own = [Row(state, d[:j]) for state, d in zip(states, drafted, strict=True) for j in range(len(d) + 1)]
             verdicts = decide(log_p[rows], own, proposals, [rule] * len(active))
@@ -163,7 +164,7 @@ def breaks_the_law(*given, **options):
     return law_p_value(*given, sessions=SESSIONS // 4, **options) < FALSE_ALARM
 
 
-@pytest.mark.parametrize("num_drafted", [0, 3, *nightly([1])])
+@pytest.mark.parametrize("num_drafted", [0, 2, *nightly([1, 3])])
 @pytest.mark.parametrize("rule", list(Acceptance))
 def test_the_joint_law_of_two_tokens_is_that_of_p(rule, num_drafted):
     assert law_p_value(rule, P, Q, num_drafted) > FALSE_ALARM
@@ -217,7 +218,7 @@ def alone(monkeypatch):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("log_q", "num_drafted", "saguaro"), [(Q, 3, 0.25), *nightly([(Q, 1, 1.0), (OPPOSITE, 1, 1.0)])]
+    ("log_q", "num_drafted", "saguaro"), [(Q, 2, 0.25), *nightly([(Q, 1, 1.0), (OPPOSITE, 1, 1.0)])]
 )
 def test_the_joint_law_of_what_one_pass_decides(alone, log_q, num_drafted, saguaro):
     assert law_p_value(REJECTION, P, log_q, num_drafted, saguaro=saguaro, at_once=True) > FALSE_ALARM
@@ -334,7 +335,7 @@ def guessed(log_q, seeds, positions, texts):
     return gumbel_argmax(log_q, seeds, positions, Stream.RECOVER, keys).tolist()
 
 
-@pytest.mark.parametrize("num_drafted", [3, *nightly([1])])
+@pytest.mark.parametrize("num_drafted", [2, *nightly([1, 3])])
 def test_proposals_may_depend_on_what_was_guessed_after_other_texts(num_drafted):
     """A draft prepares what follows its guesses, so whether a token is proposed in time depends on the noise of the
     target's draws after other texts: one of the same length here, and the one before."""
