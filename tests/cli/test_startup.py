@@ -75,7 +75,7 @@ def commands(lines):
 
 
 def test_what_to_type_next_is_right():
-    lines = next_steps(ServerConfig(), grpc=True, https=False, chats=True)
+    lines = next_steps(ServerConfig(), https=False, chats=True)
     generate, curl, chat = commands(lines)
     for command in (generate, chat):
         assert build_parser(command[1]).parse_args(command[1:]).address
@@ -88,11 +88,11 @@ def test_what_to_type_next_is_right():
 def test_what_to_type_next_follows_the_configuration():
     tls = ServerTls(certificate="a", key="b")
     server = ServerConfig(host="::", api_keys="keys.yaml", playground=False, tls=tls)
-    generate, curl = commands(next_steps(server, grpc=True, https=True, chats=False))
+    generate, curl = commands(next_steps(server, https=True, chats=False))
     assert generate[-2:] == ["[::1]:9000", "--tls"]
     assert curl[1].startswith("https://[::1]:8000/")
     assert "authorization: Bearer $PACELINE_API_KEY" in curl
-    assert commands(next_steps(ServerConfig(host="0.0.0.0"), grpc=False, https=False, chats=False))[0][1] == (
+    assert commands(next_steps(ServerConfig(host="0.0.0.0"), https=False, chats=False))[1][1] == (
         "http://127.0.0.1:8000/v1/completions"
     )
 

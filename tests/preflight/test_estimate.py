@@ -168,7 +168,7 @@ def test_a_rank_holds_its_share_of_matrices_and_kv_heads_and_all_norms():
     assert eighth.weights_bytes == (MIB + 4 * MIB // 8) * 2
     assert eighth.workspace_bytes < whole.workspace_bytes
     assert (half.num_pages, half.num_ranks, eighth.num_ranks) == (whole.num_pages, 2, 8)
-    half_draft = draft_estimate(draft(), facts, 2048, tensor_parallel_size=2)
+    half_draft = draft_estimate(draft(tensor_parallel_size=2), facts, 2048)
     assert (half_draft.weights_bytes, half_draft.num_ranks) == (half.weights_bytes, 2)
 
 

@@ -82,7 +82,9 @@ def require_method(path: str, method: str, device: str) -> None:
         needed = " or ".join(repr(name) for name in known.devices)
         raise ConfigError(f"{subject}, which needs device {needed}, and device is {device!r}: use another checkpoint")
     if missing := [install for name, install in known.packages if not is_installed(name)]:
-        _raise_missing(subject, missing, "or use another checkpoint")
+        names = f"package{'s' if missing[1:] else ''} {' and '.join(missing)}"
+        remedy = f"pip install {' '.join(missing)}, or use another checkpoint"
+        raise ConfigError(f"{subject}, which needs the {names}: {remedy}")
 
 
 def require_quantization(quantization: str, path: str, method: str | None) -> None:
@@ -122,9 +124,3 @@ def weight_bytes_per_parameter(quantization: str | None, dtype: str) -> float:
 def is_installed(name: str) -> bool:
     """True if a module can be imported."""
     return importlib.util.find_spec(name) is not None
-
-
-def _raise_missing(subject: str, packages: list[str], otherwise: str) -> None:
-    noun = "package" if len(packages) == 1 else "packages"
-    names = " and ".join(packages)
-    raise ConfigError(f"{subject}, which needs the {noun} {names}: pip install {' '.join(packages)}, {otherwise}")

@@ -92,7 +92,7 @@ def serve_local(
             stack.callback(tracing.close)
         with StartView() as view:
             stack.enter_context(pipeline)
-        steps = next_steps(server, grpc=True, https=tls is not None, chats=edge.chat is not None)
+        steps = next_steps(server, https=tls is not None, chats=edge.chat is not None)
         one = _Server(
             uvicorn.Config(
                 make_app(edge),

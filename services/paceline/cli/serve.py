@@ -283,7 +283,7 @@ def _ready(view: StartView, config: ServiceConfig) -> None:
     server, target = config.server, config.target_config.model_loading_config.source
     https = server.tls is not None and server.tls.http
     chats = server.chat_template is not None or not is_embedded(target)  # which has no template
-    tell_ready(view, next_steps(server, grpc=True, https=https, chats=chats))
+    tell_ready(view, next_steps(server, https=https, chats=chats))
 
 
 def run_serve(args: argparse.Namespace) -> int:

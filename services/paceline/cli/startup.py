@@ -150,20 +150,18 @@ def tell_ready(view: StartView, steps: Sequence[str]) -> None:
     narrate(f"paceline: ready after {view.elapsed_s:.1f} s")
 
 
-def next_steps(server: ServerConfig, *, grpc: bool, https: bool, chats: bool) -> list[str]:
+def next_steps(server: ServerConfig, *, https: bool, chats: bool) -> list[str]:
     """The lines to print below "ready": commands that ask this service, and the address of its page.
 
-    ``grpc``: it answers gRPC, too. ``https``: the HTTP port is encrypted. ``chats``: the target has a chat template.
+    ``https``: the HTTP port is encrypted. ``chats``: the target has a chat template.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
     host = f"[{host}]" if ":" in host else host
     url = f"http{'s' if https else ''}://{host}:{server.http_port}"
     key = "" if server.api_keys is None else ' -H "authorization: Bearer $PACELINE_API_KEY"'
     body = json.dumps({"prompt": _PROMPT, "max_tokens": 32})
-    commands = [f"curl {url}/v1/completions{key} -d '{body}'"]
-    if grpc:
-        tls = "" if server.tls is None else " --tls"
-        commands.insert(0, f'paceline generate "{_PROMPT}" --address {host}:{server.grpc_port}{tls}')
+    generate = f'paceline generate "{_PROMPT}" --address {host}:{server.grpc_port}{" --tls" if server.tls else ""}'
+    commands = [generate, f"curl {url}/v1/completions{key} -d '{body}'"]
     if chats:
         commands.append(f"paceline chat --address {url}")
     lines = [f"{'' if i else 'try':9}{command}" for i, command in enumerate(commands)]

@@ -24,7 +24,7 @@ from paceline.plan.closed_form import (
     plain,
     sequential,
 )
-from paceline.plan.outcomes import Outcomes
+from paceline.plan.outcomes import Outcomes, crossing, expected_tokens
 from paceline.plan.times import StepTable
 
 _AS_GOOD = 0.999
@@ -176,7 +176,7 @@ def predict_load(site: Site, candidate: Candidate, load: Load, k: int) -> Predic
 
 def _of_states(site: Site, candidate: Candidate, system: System, load: Load, k: int) -> Prediction:
     """A head in the draft pool: ahead of its states where R > 1 / (1 + K t_d / T_v), as the service decides it."""
-    accepted = expected(candidate.acceptance, k)
+    accepted = expected_tokens(candidate.acceptance, k) - 1.0
     states_s = load.batch * (1.0 + accepted) * candidate.state_bytes / site.link_bytes_per_s
     system = replace(system, link_s=system.link_s + states_s / 2)  # once a round, where the link counts twice
     drafting_s, verify_s = k * system.draft.seconds(1), system.target.seconds(load.batch * (1 + k))
@@ -197,7 +197,7 @@ def system_of(site: Site, candidate: Candidate | None, k: int = 1) -> System:
     forwards = 1.0 if candidate.one_pass else float(k)
     if candidate.guesses is not None:
         n, guessed = candidate.guesses
-        forwards, step = max(1.0, forwards / (1.0 + expected(guessed, n))), step.of_rows(n + 1)
+        forwards, step = max(1.0, forwards / expected_tokens(guessed, n)), step.of_rows(n + 1)
     system = System(
         site.target.of_rows(1 + candidate.riding_rows / (1 + k)) if candidate.riding_rows else site.target,
         step.times(forwards / k),
@@ -211,15 +211,6 @@ def system_of(site: Site, candidate: Candidate | None, k: int = 1) -> System:
     return replace(system, colocated=not candidate.in_pool)
 
 
-def expected(acceptance: float, n: int) -> float:
-    """Expected accepted tokens of n; ``acceptance``: of each given its ancestors (2312.11462; 2211.17192)."""
-    return sum(acceptance**i for i in range(1, n + 1))
-
-
 def equivalent(accepted: float, n: int) -> float:
-    """The one acceptance of which ``expected`` of n tokens is ``accepted``, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected(middle, n) < accepted else (low, middle)
-    return low
+    """The one acceptance at which ``accepted`` of n tokens are expected to be accepted."""
+    return crossing(lambda acceptance: expected_tokens(acceptance, n) - 1.0 < accepted, 1.0)

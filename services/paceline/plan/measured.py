@@ -14,7 +14,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.errors.files import read_text
 from paceline.plan.closed_form import MOST_LEAVES, RANKED, Load, Prediction, System, colocated, plain, predict
-from paceline.plan.outcomes import Outcomes
+from paceline.plan.outcomes import MOST_POWER, Outcomes, crossing
 from paceline.plan.results import Result
 from paceline.plan.times import StepTable
 from paceline.plan.trees import simulate
@@ -22,7 +22,7 @@ from paceline.types import Mode
 
 _FAN_OUT = 6
 _MOST_HITS = 0.995
-_MOST_POWER, _HALVINGS = 12.0, 12
+_HALVINGS = 12
 _FEWEST_SIBLINGS, _LEAST_POWER = 100, 0.1
 
 
@@ -379,12 +379,11 @@ def at_hit_rate(system: System, load: Load, k: int, hit_rate: float) -> System:
 
     The nearest to it, where the draft's time allows no more or its first choices alone are more.
     """
-    low, high = 0.0, _MOST_POWER
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        some = replace(system, outcomes=replace(system.outcomes, power=middle))
-        if (predict(some, load, Mode.OVERLAPPED, k).hit_rate or 1.0) < hit_rate:
-            low = middle
-        else:
-            high = middle
-    return replace(system, outcomes=replace(system.outcomes, power=high))
+
+    def with_power(power: float) -> System:
+        return replace(system, outcomes=replace(system.outcomes, power=power))
+
+    def is_below(power: float) -> bool:
+        return (predict(with_power(power), load, Mode.OVERLAPPED, k).hit_rate or 1.0) < hit_rate
+
+    return with_power(crossing(is_below, MOST_POWER, _HALVINGS))

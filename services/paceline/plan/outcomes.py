@@ -12,7 +12,7 @@ The draft expands nodes best first, as ``draft/growth.py`` does, down to its lea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
@@ -21,7 +21,7 @@ from paceline.draft.growth import Growth
 
 LEAST_PATH_PROB = Growth(k=1).min_path_prob
 """The default of a draft."""
-_LEAST_POWER, _MOST_POWER = 0.1, 12.0
+_LEAST_POWER, MOST_POWER = 0.1, 12.0
 _MOST_FOUND = 0.995
 """Share of what first choices miss that siblings are taken to hold at most."""
 _MOST_LOG_RANK = 20.0
@@ -43,6 +43,15 @@ def rejection_powers(acceptance: float) -> tuple[float, float]:
 def expected_tokens(acceptance: float, k: float) -> float:
     """Expected tokens of a step that verifies k draft tokens, next token included: 2211.17192, equation 1."""
     return k + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (k + 1.0)) / (1.0 - acceptance)
+
+
+def crossing(is_below: Callable[[float], bool], high: float, halvings: int = 50) -> float:
+    """The number from 0 to ``high`` below which ``is_below`` is True, by bisection."""
+    low = 0.0
+    for _ in range(halvings):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return high
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +93,8 @@ class Outcomes:
         if cls(acceptance, 0.0).ideal_hit_rate(k, fan_out) > hit_rate:
             ideal = cls(acceptance, 0.0).ideal_hit_rate(k, fan_out)
             return cls(acceptance, 0.0, coverage=hit_rate / ideal)
-        low, high = 0.0, _MOST_POWER
-        for _ in range(50):
-            middle = (low + high) / 2
-            if cls(acceptance, middle).ideal_hit_rate(k, fan_out) < hit_rate:
-                low = middle
-            else:
-                high = middle
-        return cls(acceptance, high)
+        power = crossing(lambda power: cls(acceptance, power).ideal_hit_rate(k, fan_out) < hit_rate, MOST_POWER)
+        return cls(acceptance, power)
 
     def ideal_hit_rate(self, k: int, fan_out: int) -> float:
         """Hit rate of a draft that has expanded every outcome of k tokens with this fan-out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 from paceline.plan.closed_form import Load, System, overlapped, plain
 from paceline.plan.outcomes import Outcomes
@@ -69,14 +70,8 @@ def drafts_per_target(
     if unlimited < _PAYS * plain(system, Load(sessions, _TARGETS)).tokens_per_s:
         return 0.0
     numbers = _numbers(sessions)
-    low, high = -1, len(numbers) - 1  # numbers[high] is enough, numbers[low] is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if rate(numbers[middle]) >= ENOUGH * unlimited:
-            high = middle
-        else:
-            low = middle
-    return numbers[high] / _TARGETS
+    most = len(numbers) - 1  # which is enough
+    return numbers[bisect_left(numbers, True, 0, most, key=lambda n: rate(n) >= ENOUGH * unlimited)] / _TARGETS
 
 
 def _numbers(most: int) -> list[int]:

@@ -9,6 +9,7 @@ Replicas of a kind are equal and sessions are spread evenly over them, so of a l
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -330,16 +331,9 @@ def keeps(wish: Wish, load: Load, predicted: Prediction) -> bool:
 
 def _least_targets(wish: Wish, at: Callable[[int], tuple[Load, Prediction]]) -> int | None:
     """The fewest that keep the limit, by bisection; None if one for each session does not."""
-    low, high = 0, wish.sessions
-    if not keeps(wish, *at(high)):
+    if not keeps(wish, *at(wish.sessions)):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if keeps(wish, *at(middle)):
-            high = middle
-        else:
-            low = middle
-    return high
+    return 1 + bisect_left(range(1, wish.sessions), True, key=lambda targets: keeps(wish, *at(targets)))
 
 
 def pays(plain: Fleet | None, overlapped: Fleet | None) -> bool:

@@ -209,19 +209,12 @@ def target_estimate(
     )
 
 
-def draft_estimate(
-    setup: DraftSetup,
-    size: ModelSize,
-    max_len: int,
-    *,
-    on_gpu: bool = False,
-    tensor_parallel_size: int | None = None,
-) -> MemoryEstimate:
+def draft_estimate(setup: DraftSetup, size: ModelSize, max_len: int, *, on_gpu: bool = False) -> MemoryEstimate:
     """Estimates the memory of one rank of a draft model, or of a head, for contexts of up to ``max_len`` tokens."""
     options = setup.options
     assert isinstance(options, DraftOptions | HeadDraftOptions)
     model = options if isinstance(options, DraftOptions) else None
-    num_ranks = tensor_parallel_size or (1 if model is None else model.tensor_parallel_size)
+    num_ranks = 1 if model is None else model.tensor_parallel_size
     size, is_linear = size.of_rank(num_ranks), model is not None and size.linear is not None
     branches = draft_branches(options, linear=is_linear)
     slots = Slots.of(setup.num_sessions, branches=branches)

@@ -330,7 +330,7 @@ def counted(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _check_threads(pool: str, options: ModelOptions) -> list[Finding]:
-    """True if threads of this machine can share the products of the pool's model."""
+    """Checks that threads of this machine can share the products of the pool's model."""
     from paceline.preflight.device import why_not_shared
 
     if (reason := why_not_shared(options)) is None:
