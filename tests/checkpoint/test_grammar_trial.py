@@ -17,13 +17,15 @@ import pytest
 from tests.support.models import EOS, VOCAB
 from tests.support.schemas import json_grammars, json_tokenizer
 
-from paceline.checkpoint import grammar, grammar_trial
+from paceline.checkpoint import grammar, grammar_matcher, grammar_trial
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.grammar_trial import GrammarTrials, Verdict
 from paceline.errors import EngineError, InvalidRequestError, ResourceExhaustedError
 from paceline.types import StructuredOutput
 
 CHEAP = StructuredOutput(regex="a(bc)*")
+FREE_S = grammar_matcher._FREE_S
+"""That of the product: tests have another one (tests/conftest.py)."""
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +183,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return now[0]
 
     monkeypatch.setattr("paceline.checkpoint.grammar_matcher.time.thread_time", thread_time)
+    monkeypatch.setattr("paceline.checkpoint.grammar_matcher._FREE_S", FREE_S)
     return step
 
 

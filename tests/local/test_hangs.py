@@ -32,7 +32,7 @@ from paceline.runtime.pulse import Pulse
 from paceline.types import Mode, SamplingParams
 from paceline.web.app import make_app
 
-LIMIT_S = 0.2
+LIMIT_S = 0.5
 
 
 class Stuck(Scripted):
@@ -98,7 +98,7 @@ def test_requests_of_a_hung_target_end_and_health_says_why_until_it_comes_back(s
     engines["target"].go.clear()
     waiting = [pipeline.submit("abc", SamplingParams(max_tokens=4, seed=1)) for _ in range(3)]  # one more than run
     for one in waiting:
-        with pytest.raises(EngineError, match=r"^the target hangs: .* than target_timeout_s, 0\.2 s$"):
+        with pytest.raises(EngineError, match=r"^the target hangs: .* than target_timeout_s, 0\.5 s$"):
             _ = one.result
     assert not pipeline.ready
     assert pipeline.trouble.startswith("the target hangs")

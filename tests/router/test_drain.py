@@ -114,13 +114,13 @@ async def test_over_http_health_refusals_and_events_say_that_the_service_stops(h
         ended, stream, body = (asyncio.create_task(ask(stream=stream)) for stream in (False, True, False))
         while service.num_running < 3 or len(target.opened) < 2:
             await asyncio.sleep(0.01)
-        draining = asyncio.create_task(service.drain(3.0))
+        draining = asyncio.create_task(service.drain(60.0))
         await asyncio.sleep(0)
         assert (await client.get("/health")).status_code == 503
         late = await ask()
         assert late.status_code == 503
         assert late.json()["error"]["code"] == "unavailable"
-        assert 1 <= int(late.headers["retry-after"]) <= 3
+        assert 1 <= int(late.headers["retry-after"]) <= 60
         target.end_one()
         assert (await ended).status_code == 200
         service.end("enough")  # as after the time

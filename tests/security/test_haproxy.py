@@ -37,7 +37,6 @@ defaults
     timeout connect 5s
     timeout client 60s
     timeout server 60s
-    timeout check 10s
 frontend http_frontend
     bind 127.0.0.1:{http_port}
     http-request return status 200 content-type text/plain string "success"

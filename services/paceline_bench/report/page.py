@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-
-import jinja2
-from markupsafe import Markup
+from typing import TYPE_CHECKING
 
 from paceline_bench.report.plots import BACKGROUND, FOREGROUND
+
+if TYPE_CHECKING:  # the extra ``endpoint`` prints sections without it
+    import jinja2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,16 @@ def _best_row(section: Section, rows: Sequence[Sequence[str]]) -> int | None:
 
 def to_html(title: str, sections: Sequence[Section]) -> str:
     """One page with the plots inside."""
+    from markupsafe import Markup
+
     shown = [(s, list(groups(s)), _themed(_own_ids(s.svg, f"s{number}-"))) for number, s in enumerate(sections)]
     return _template().render(title=title, sections=shown, svg=Markup)
 
 
 @functools.cache
 def _template() -> jinja2.Template:
+    import jinja2
+
     text = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
     return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
 
