@@ -293,7 +293,7 @@ async def rounds(
     seed: int,
     messages: int,
     batch: int = 2500,
-    patience_s: float = 20.0,
+    patience_s: float = 60.0,
 ) -> Counter[str]:
     """Attacks a service of this process with batches of messages and checks it after each; returns the statuses.
 

@@ -24,7 +24,7 @@ ON_RAY = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 """The marks of tests that start a cluster, whose packages warn."""
-START_S = 150
+START_S = 600
 """Generous: on a loaded machine of two cores every process needs seconds to import torch."""
 
 

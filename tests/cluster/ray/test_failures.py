@@ -324,7 +324,7 @@ async def test_a_router_that_is_stopped_sends_its_clients_to_the_other_while_the
         errors = [await stack.enter_async_context(strangers(two, 2)) for _ in range(2)]
         await until(lambda: busy(two), 60, "both routers have streams")
         await two.scale("Router", 1)
-        await until(lambda: only_one(two), LIMIT_S / 3, "the router that is stopped has ended")
+        await until(lambda: only_one(two), LIMIT_S / 4, "the router that is stopped has ended")
     assert errors == [[], []]
     await two.scale("Router", 2)
     await settled(two, target=2)
