@@ -119,7 +119,7 @@ def _exempt_for_good() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("paceline"):  # other environments run their tests without the package
             patch.setattr("paceline.runtime.build.tune_engine_process", lambda: None)
-            patch.setattr("paceline.checkpoint.grammar_matcher._FREE_S", 60.0)
+            patch.setattr("paceline.checkpoint.grammar_matcher.FREE_S", 60.0)
         patch.setattr(gc, "unfreeze", lambda: None)
         yield
 

@@ -24,7 +24,7 @@ from paceline.errors import EngineError, InvalidRequestError, ResourceExhaustedE
 from paceline.types import StructuredOutput
 
 CHEAP = StructuredOutput(regex="a(bc)*")
-FREE_S = grammar_matcher._FREE_S
+FREE_S = grammar_matcher.FREE_S
 """That of the product: tests have another one (tests/conftest.py)."""
 
 
@@ -183,7 +183,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return now[0]
 
     monkeypatch.setattr("paceline.checkpoint.grammar_matcher.time.thread_time", thread_time)
-    monkeypatch.setattr("paceline.checkpoint.grammar_matcher._FREE_S", FREE_S)
+    monkeypatch.setattr("paceline.checkpoint.grammar_matcher.FREE_S", FREE_S)
     return step
 
 

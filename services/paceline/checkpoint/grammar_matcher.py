@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
     from numpy.typing import NDArray
 
-_FREE_S = 0.15
+FREE_S = 0.15
 """CPU time that each session may spend in its grammar, and further time for each of its tokens: see ``Matcher``."""
 _FREE_S_PER_TOKEN = 0.005
 STEP_S = 0.02
@@ -182,14 +182,14 @@ class Matcher:
         """True if the budget allows no mask after ``suffix``; without a suffix, the session then fails."""
         if suffix and self._step is not None and not self._step.allows(self._last_s):
             return True
-        budget_s = _FREE_S + _FREE_S_PER_TOKEN * len(self._tokens)
+        budget_s = FREE_S + _FREE_S_PER_TOKEN * len(self._tokens)
         if self._committed_s + self._drafted_s <= budget_s or (not suffix and self._committed_s <= budget_s):
             return False
         if not suffix and not self.failure:
             self._lost = self._lenient
             self.failure = (
                 f"its masks take {round(self._committed_s * 1000)} ms of work for {len(self._tokens)} tokens: at most "
-                f"{round(_FREE_S * 1000)} ms and {round(_FREE_S_PER_TOKEN * 1000)} ms a token are allowed"
+                f"{round(FREE_S * 1000)} ms and {round(_FREE_S_PER_TOKEN * 1000)} ms a token are allowed"
             )
         return True
 
