@@ -253,6 +253,8 @@ def of_images(text: Path, folder: Path, *, is_indexed: bool, **values: object) -
     save_file(weights | {"vision_tower.patch_embed.pos_emb.weight": torch.ones(3)}, folder / "model.safetensors")
     inner = json.loads((text / "config.json").read_text())
     del inner["dtype"]
+    if "tie_word_embeddings" in values:
+        del inner["tie_word_embeddings"]
     if is_indexed:
         inner["dtype"] = None
     config = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "dtype": "bfloat16"}
@@ -282,17 +284,26 @@ def test_the_text_model_of_one_with_images_is_the_same_model(kimi, tmp_path, is_
     assert all(torch.equal(stored.read(name), CheckpointFiles(str(kimi)).read(name)) for name in stored)
 
 
-@pytest.mark.parametrize("name", ["mistral", "ministral3"])
-def test_a_mistral_with_images_is_served_for_text(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "is_tied", "above"),
+    [
+        ("mistral", False, {}),
+        ("ministral3", False, {}),
+        ("ministral3", True, {"tie_word_embeddings": True}),
+        ("ministral3", True, {"tie_word_embeddings": None}),
+    ],
+)
+def test_a_mistral_with_images_is_served_for_text(tmp_path, name, is_tied, above):
+    """Whether its output layer is the embedding is said outside of the text model, or by the weights alone."""
     config = CONFIG_MAPPING[name](
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=is_tied,
     )  # fmt: skip
     text = random_model(config)
     text.save_pretrained(tmp_path / "text")
-    values = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "auto_map": {}}
+    values = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "auto_map": {}, **above}
     found = Checkpoint.open(str(of_images(tmp_path / "text", tmp_path / "images", is_indexed=True, **values)))
-    assert found.config["model_type"] == name
+    assert (found.config["model_type"], found.config["tie_word_embeddings"]) == (name, is_tied)
     loaded = load_pretrained(found, torch.float32).state_dict()
     assert loaded.keys() == text.state_dict().keys()
     assert all(torch.equal(loaded[key], value) for key, value in text.state_dict().items())
@@ -419,6 +430,29 @@ def test_a_damaged_configuration_is_said(tmp_path):
         json.dumps({"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]})
     )
     with pytest.raises(ConfigError, match=r"is no minicpm model's \(KeyError: 'num_hidden_layers'\)$"):
+        Checkpoint.open(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("values", "letters"),
+    [
+        ({"sliding_window_pattern": "LLLG"}, "LLLGLG"),
+        ({"sliding_window_pattern": 4}, "LLLGLL"),
+        ({"sliding_window_pattern": "LG", "sliding_window": None}, "GGGGGG"),
+        ({"sliding_window_pattern": None}, "GGGGGG"),
+    ],
+)
+def test_the_layers_of_exaone_4_are_those_of_its_pattern(tmp_path, values, letters):
+    config = MINICPM | {"model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6, **values}))
+    names = {"L": "sliding_attention", "G": "full_attention"}
+    assert Checkpoint.open(str(tmp_path)).config["layer_types"] == [names[letter] for letter in letters]
+
+
+def test_another_letter_in_a_pattern_of_exaone_4_is_refused(tmp_path):
+    config = MINICPM | {"model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window_pattern": "LXG"}))
+    with pytest.raises(ConfigError, match="sliding_window_pattern is 'LXG': L and G are allowed"):
         Checkpoint.open(str(tmp_path))
 
 

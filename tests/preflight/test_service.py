@@ -699,14 +699,3 @@ def test_the_embedded_pair_is_where_it_is_said_to_be():
         Checkpoint.open(str(DRAFT_DIR)).size().num_parameters
         < Checkpoint.open(str(TARGET_DIR)).size().num_parameters / 4
     )
-
-
-@pytest.mark.parametrize(("size", "expected"), [(1, ""), (2, ""), (3, "is 3"), (8, "is 8")])
-def test_ranks_share_attention_heads_out_whole(folders, size, expected):
-    config = service(folders, "target", "draft", f"target_config.engine_kwargs.tensor_parallel_size={size}")
-    findings = check_service(config, cores=False, ports=False)
-    said = [f.message for f in findings if "tensor_parallel_size" in f.message]
-    assert len(said) == bool(expected)
-    assert all(
-        f"{expected}, which does not divide the model's 4 attention heads: use one of 1, 2, 4" in m for m in said
-    )

@@ -33,7 +33,7 @@ from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, has
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.checkpoint.translated import LAYOUTS
 from paceline.config.loading import place_of
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reason_of
 from paceline.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -137,12 +137,12 @@ class Checkpoint:
             config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers raises whatever its parsers raise
             found = local_folder(source)
-            if found is not None and read_json(found, "config.json").get("model_type") in LAYOUTS:
+            is_id = found is not None and not place_of(source).exists()
+            if found is not None and is_id and read_json(found, "config.json").get("model_type") in LAYOUTS:
                 what = f"{source!r} must be here as a whole, since transformers does not know it by its name"
                 raise ConfigError(f"{what}: fetch it by `hf download {source}`") from error
             require_no_code(source, error)
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"model {source!r} could not be resolved: {reason}") from error
+            raise ConfigError(f"model {source!r} could not be resolved: {reason_of(error)}") from error
         known: set[str] = set()
         for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             known.update([names] if isinstance(names, str) else names)
@@ -280,7 +280,7 @@ def _as_ids(value: Any) -> tuple[int, ...]:
     values = value if isinstance(value, list | tuple) else () if value is None else (value,)
     try:
         return tuple(int(i) for i in values)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"eos_token_id is {value!r}: a token id, or a list of them, is allowed") from None
 
 

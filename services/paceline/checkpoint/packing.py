@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from paceline.checkpoint.quantization import method_of
+from paceline.checkpoint.quantization import method_of, require_method, require_quantization
 from paceline.errors import ConfigError
 
 WORD_BITS = 32
@@ -287,6 +287,27 @@ def why_not_dequantized(config: Mapping[str, Any]) -> str:
     """Says which part of a ``quantization_config`` is not read, as a clause; "": its method is not."""
     found = _packing(config)
     return found if isinstance(found, str) else ""
+
+
+def require_weights(stored: Mapping[str, Any] | None, quantization: str | None, path: str, device: str) -> None:
+    """Raises ConfigError if the weights of a checkpoint cannot run as they are, or by the option ``quantization``.
+
+    Args:
+        stored: its ``quantization_config``, if it has one.
+        quantization: the option.
+        path: the checkpoint.
+        device: type of the device.
+    """
+    method = None if stored is None else method_of(stored)
+    if quantization is not None:
+        require_quantization(quantization, path, method)
+    elif method == "modelopt" and packing_of(stored) is None:
+        raise ConfigError(
+            f"model {path!r} is quantized by 'modelopt' with {why_not_dequantized(stored or {})}: "
+            "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO and NVFP4 are allowed"
+        )
+    elif method is not None and packing_of(stored) is None:
+        require_method(path, method, device)
 
 
 def why_whole(config: Mapping[str, Any] | None, name: str) -> str | None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import tiktoken_model
+from paceline.checkpoint.config_values import require_values
 from paceline.checkpoint.made_once import made_once
 from paceline.config import cache_dir
 from paceline.errors import ConfigError
 
-_FORMAT = 2
+_FORMAT = 3
 """Goes up whenever the directory would be made otherwise of the same files."""
 _CONFIG, _SETTINGS = "config.json", "tokenizer_config.json"
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -64,7 +65,22 @@ def _of_minicpm(config: Config) -> Config:
     }
 
 
+def _of_exaone4(config: Config) -> Config:
+    """The kind of each layer by a pattern of letters, which repeats, or by the distance of layers without a window."""
+    num, pattern = config["num_hidden_layers"], config.get("sliding_window_pattern")
+    if isinstance(pattern, str) and not {*pattern} <= {*"LG"}:
+        raise ValueError(f"sliding_window_pattern is {pattern!r}: L and G are allowed")
+    if not pattern or config.get("sliding_window") is None:
+        return {"layer_types": ["full_attention"] * num}
+    letters = pattern if isinstance(pattern, str) else "L" * (pattern - 1) + "G"
+    kinds = [{"L": "sliding_attention", "G": "full_attention"}[letters[i % len(letters)]] for i in range(num)]
+    if isinstance(pattern, str):
+        kinds[-1:] = ["full_attention"] * min(1, num)
+    return {"layer_types": kinds}
+
+
 LAYOUTS: Mapping[str, Layout] = {
+    "exaone4": Layout("exaone4", "Exaone4ForCausalLM", ("Exaone4ForCausalLM",), _of_exaone4, ("layer_types",)),
     "kimi_k2": Layout("deepseek_v3", "DeepseekV3ForCausalLM", ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
     "mimo": Layout("qwen2", "Qwen2ForCausalLM", ("MiMoForCausalLM",)),
     "minicpm": Layout(
@@ -73,10 +89,11 @@ LAYOUTS: Mapping[str, Layout] = {
     **dict.fromkeys(("kimi_k25", "kimi_vl", "mistral3"), Layout(part="text_config")),
     "internvl_chat": Layout(part="llm_config"),
 }
-"""Model types that are published with code of their own, by the name in their config.json."""
+"""Model types whose published configurations transformers does not read, by the name in their config.json."""
 
 
-_SHARED = ("quantization_config", "eos_token_id", "bos_token_id", "pad_token_id", "torch_dtype", "dtype")
+_SHARED = ("quantization_config", "eos_token_id", "bos_token_id", "pad_token_id", "torch_dtype", "dtype",
+           "tie_word_embeddings")  # fmt: skip
 """Keys of a whole model's configuration that hold for its text model if that has none of its own."""
 
 
@@ -87,6 +104,7 @@ def translated(folder: Path) -> Path:
         ConfigError: its configuration or its tokenizer is damaged, or the cache cannot be written.
     """
     config, settings = _read(folder / _CONFIG), _read(folder / _SETTINGS)
+    require_values(config, folder)
     layout, has_ranks = LAYOUTS.get(str(config.get("model_type"))), tiktoken_model.is_known(folder, settings)
     if layout is not None and not layout.is_of(config):
         layout = None
@@ -99,11 +117,12 @@ def translated(folder: Path) -> Path:
 
     def write(draft: Path) -> None:
         (inner := draft / made.name).mkdir()
-        files = {} if layout is None else {_CONFIG: json.dumps(_known(config, layout), indent=2)}
+        found = _of_text(folder) if layout is not None and layout.part else {}
+        files = {} if layout is None else {_CONFIG: json.dumps(_known(config, layout) | _tied(found), indent=2)}
         if has_ranks:
             files["tokenizer.json"], values = tiktoken_model.converted(folder, settings)
             files[_SETTINGS] = json.dumps(values, indent=2, ensure_ascii=False)
-        if layout is not None and layout.part and (found := _of_text(folder)):
+        if found:
             files[INDEX] = json.dumps({"metadata": {"prefix": PREFIX}, "weight_map": found})
         for name in names:
             if name not in files and not (has_ranks and name == tiktoken_model.FILE):
@@ -131,6 +150,12 @@ def _known(config: Config, layout: Layout) -> dict[str, Any]:
     text = own | {key: kept[key] for key in _SHARED if key in kept and own.get(key) is None}
     inner = LAYOUTS.get(str(text.get("model_type")))
     return _known(text, inner) if inner is not None else {key: text[key] for key in text if key != "auto_map"}
+
+
+def _tied(names: Collection[str]) -> dict[str, bool]:
+    """What the names of a text model's weights say of its output layer: without one it is the embedding."""
+    has_head = any(name.startswith("lm_head.") for name in names)
+    return {} if has_head or not names else {"tie_word_embeddings": True}
 
 
 def _of_text(folder: Path) -> dict[str, str]:

@@ -20,6 +20,13 @@ Every message names the given value and the allowed ones.
 """
 
 
+def reason_of(error: BaseException) -> str:
+    """What an error of another library says, in one line: its first one, with the next where that ends in a colon."""
+    said = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+
+
 class PacelineError(Exception):
     """Base class of every error that Paceline raises on purpose."""
 

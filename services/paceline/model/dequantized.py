@@ -13,12 +13,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.packing import MXFP4_GROUP, WORD_BITS, Format, Packing, factor
 from paceline.errors import ConfigError
 from paceline.model.held import INTEGER_ZEROS
+from paceline.model.local_config import read_config
 from paceline.model.parallel.load import CheckpointFiles
 from paceline.model.scaled import FLOAT4, Scaled, stored_scales
 
@@ -392,9 +393,7 @@ def plain_config(checkpoint: Checkpoint) -> PretrainedConfig:
     Raises:
         ConfigError: the model is code of the checkpoint, which may read other weights.
     """
-    config: PretrainedConfig = AutoConfig.from_pretrained(
-        checkpoint.location, trust_remote_code=checkpoint.trust_remote_code
-    )
+    config = read_config(checkpoint)
     if checkpoint.trust_remote_code and getattr(config, "auto_map", None):
         how = "only degree 1 works" if checkpoint.quantization is None else "trust_remote_code false is allowed"
         raise ConfigError(f"model {checkpoint.path!r} brings code of its own: {how}")

@@ -29,14 +29,14 @@ _NAME = "paceline"
 
 
 def pad_experts(model: PreTrainedModel) -> bool:
-    """Pads the inputs of the experts of a model on the CPU; returns False if nothing was changed.
+    """Pads the inputs of the experts of a model on the CPU, or without weights; returns False if nothing was changed.
 
     In bfloat16, only products of a single row round differently. This happens at some widths, in one result of 20,000.
     Quantized experts keep the products of their own library. Some classes do not let the caller choose how their
     experts run. They have another forward if they have experts that return their input, as LongCat's have. Otherwise
     they stay as they are, and the self-test compares their bits.
     """
-    if model.device.type != "cpu" or getattr(model, "is_quantized", False):
+    if model.device.type not in ("cpu", "meta") or getattr(model, "is_quantized", False):
         return False
     with_identity = [module for module in model.modules() if getattr(module, "zero_expert_num", 0)]
     for module in with_identity:

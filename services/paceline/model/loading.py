@@ -10,10 +10,8 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -30,7 +28,7 @@ from paceline.checkpoint.size import ModelSize, gib, prefix_of, size_of
 from paceline.checkpoint.translated import INDEX
 from paceline.config import KVCacheDType, ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reason_of
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.flashinfer import Library, difference
 from paceline.model.attention.indexed import indexers_of
@@ -40,7 +38,7 @@ from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
 from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
-from paceline.model.compiled.parts import compile_parts
+from paceline.model.compiled.parts import RANKS_ON_GPUS, compile_parts
 from paceline.model.dequantized import dequantized_files, plain_config
 from paceline.model.device import Placement, keep_bits, resolve
 from paceline.model.experts import pad_experts, why_not_compiled
@@ -48,7 +46,7 @@ from paceline.model.features import Features
 from paceline.model.kv_cache import NO_KV, KVCache, LayerSpec
 from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear import layers as linear_layers
-from paceline.model.local_config import BUILDING, meta_model
+from paceline.model.local_config import BUILDING, meta_model, read_config
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import CheckpointFiles, Progress
 from paceline.model.parallel.model import Share, load_shard, share_of
@@ -476,7 +474,7 @@ def library_for(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> Library:
 def _why_no_parts(model: PreTrainedModel) -> str | None:
     """Says why nothing can be compiled of a model on a GPU, as a clause; None if it can."""
     if share_of(model) is not None:
-        return "ranks on GPUs run eagerly"
+        return RANKS_ON_GPUS
     if (reason := triton_unavailable()) is not None:
         return f"triton {reason}"
     return None
@@ -527,7 +525,7 @@ def load_pretrained(
     read: Callable[[str], torch.Tensor]
     kept = StoredWeights()
     if (gguf := checkpoint.gguf) is not None:
-        config, names = AutoConfig.from_pretrained(location, trust_remote_code=False), [*gguf]
+        config, names = read_config(checkpoint), [*gguf]
         read = partial(gguf.read, dtype=dtype)
     elif (packing := packing_of(checkpoint.quantization)) is not None:
         files = dequantized_files(checkpoint, packing)
@@ -554,10 +552,9 @@ def load_pretrained(
             )
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except Exception as error:  # transformers raises whatever its model classes raise
         require_no_code(path, error)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error
+        raise ConfigError(f"model {path!r} could not be loaded: {reason_of(error)}") from error
     if wrong := sorted(info["mismatched_keys"]):
         shapes = [f"{name} {list(theirs)} where config.json makes {list(ours)}" for name, theirs, ours in wrong]
         raise ConfigError(f"model {path!r} has weights of other shapes than its config.json: {_named(shapes)}")

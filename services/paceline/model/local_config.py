@@ -16,7 +16,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.packing import count_by_config
 from paceline.checkpoint.size import WeightCounts, share_of_experts
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reason_of
 
 BUILDING = threading.Lock()
 """Held while a model is built: that is done under process-wide defaults (device, dtype, initialization)."""
@@ -28,16 +28,28 @@ _WIDTH = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$")
 _PER_LAYER = object()
 
 
+def read_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    """Returns the configuration of a checkpoint as transformers has it. Raises ConfigError if it cannot be read."""
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            checkpoint.location, trust_remote_code=checkpoint.trust_remote_code
+        )
+    except Exception as error:  # whatever the class of the model type raises
+        require_no_code(checkpoint.path, error)
+        raise ConfigError(f"config.json of {checkpoint.path!r} is not valid: {reason_of(error)}") from error
+    return config
+
+
 def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """Returns the causal language model of a configuration, in evaluation mode. The caller holds ``BUILDING``."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False, **options)
     return model.eval()
 
 
-def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+def meta_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """Returns the model of a configuration without memory for its weights: on the meta device."""
     with BUILDING, torch.device("meta"):
-        return build(config)
+        return build(config, **options)
 
 
 def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
@@ -51,17 +63,18 @@ def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
     trusted = checkpoint.trust_remote_code
     try:
         with BUILDING, torch.device("meta"):
-            config = AutoConfig.from_pretrained(checkpoint.location, trust_remote_code=trusted)
+            config = read_config(checkpoint)
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
             sizes = {name: one.numel() for name, one in model.named_parameters()}
             whole = sum(one.numel() for one in model.parameters() if one.ndim < 2)
             linear = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
             experts = {name for name, one in model.named_parameters() if one.ndim == 3 and ".experts." in name}
             shapes = {name: tuple(one.shape) for name, one in model.named_parameters() if name in linear | experts}
+    except ConfigError:
+        raise
     except Exception as error:  # of whatever class the configuration names
         require_no_code(checkpoint.path, error)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"no model can be built by its config.json: {reason}") from error
+        raise ConfigError(f"no model can be built by its config.json: {reason_of(error)}") from error
     kept = count_by_config(shapes, checkpoint.quantization or {}, config.get_text_config().model_type)
     return WeightCounts(sum(sizes.values()), whole, 0, 0, *kept, expert_share=share_of_experts(sizes))
 

@@ -19,17 +19,18 @@ from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.gguf.weights import GgufWeights
-from paceline.checkpoint.packing import packing_of, why_not_dequantized, why_whole
-from paceline.checkpoint.quantization import (
-    batch_dependence,
-    method_of,
-    require_method,
-    require_quantization,
-)
+from paceline.checkpoint.packing import packing_of, require_weights, why_whole
+from paceline.checkpoint.quantization import batch_dependence, method_of
 from paceline.config import Quantization
 from paceline.errors import ConfigError
 from paceline.model.compiled.blocks import OUTPUTS, quantize
-from paceline.model.compiled.linear import PackedLinear, blocks_usable, quantized_layers, replace_layers
+from paceline.model.compiled.linear import (
+    HEAD_BY_HEAD,
+    PackedLinear,
+    blocks_usable,
+    quantized_layers,
+    replace_layers,
+)
 from paceline.model.scaled import Whole, round_layers, scaled_layers, why_not_scaled
 
 _OUTPUT_LAYER_BITS = 8
@@ -45,9 +46,8 @@ def load_options(
     Raises:
         ConfigError: the method of the checkpoint, or ``quantization``, cannot run here.
     """
-    method = None if checkpoint.quantization is None else method_of(checkpoint.quantization)
+    require_weights(checkpoint.quantization, quantization, checkpoint.path, device.type)
     if quantization is not None:
-        require_quantization(quantization, checkpoint.path, method)
         if device.type == "cpu":
             if not blocks_usable():
                 raise ConfigError(
@@ -61,14 +61,6 @@ def load_options(
         return {}
     if checkpoint.quantization is None or packing_of(checkpoint.quantization) is not None:
         return {}
-    assert method is not None
-    if method == "modelopt":
-        reason = why_not_dequantized(checkpoint.quantization)
-        raise ConfigError(
-            f"model {checkpoint.path!r} is quantized by 'modelopt' with {reason}: "
-            "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO and NVFP4 are allowed"
-        )
-    require_method(checkpoint.path, method, device.type)
     # Kernels of some methods pack weights for the device while they are loaded; to name one needs accelerate.
     return {"device_map": {"": str(device)}} if importlib.util.find_spec("accelerate") is not None else {}
 
@@ -108,11 +100,11 @@ def round_linear(
         ConfigError: it has no layer that can be rounded.
     """
     whole = whole or Whole()
+    require_roundable(model, path, quantization, whole)
     if device.type == "cpu":
         pack_quantized(model, weights, quantization, whole)
     else:
         round_layers(model, device, OUTPUTS, 8 if quantization == "int8" else 4, whole)
-    _require_quantized(model, path, quantization)
 
 
 def pack_quantized(
@@ -152,10 +144,14 @@ def pack_quantized(
         log.info("%.0f M weights of linear layers take %.0f MB in blocks", packed / 1e6, num_bytes / 1e6)
 
 
-def _require_quantized(model: PreTrainedModel, path: str, quantization: Quantization) -> None:
-    """Raises ConfigError if nothing of a model's layers was quantized: they are none of torch's."""
-    packed = [layer for layer in quantized_layers(model) if layer is not model.get_output_embeddings()]
-    if not packed and not scaled_layers(model):
+def require_roundable(
+    model: PreTrainedModel, path: str, quantization: Quantization, whole: Whole | None = None
+) -> None:
+    """Raises ConfigError if nothing of a model's layers is rounded: they are none of torch's. See ``round_linear``."""
+    whole, rounded = whole or Whole(), [*model.named_modules()]
+    rounded = [(n, one) for n, one in rounded if type(one) is torch.nn.Linear and not n.endswith(HEAD_BY_HEAD)]
+    output_layer = model.get_output_embeddings()
+    if all(layer is output_layer or whole.num_outputs(name, layer) < OUTPUTS for name, layer in rounded):
         raise ConfigError(
             f"quantization is {quantization!r}, and {type(model).__name__} ({path}) has no linear layer that it "
             "applies to: set quantization to null"

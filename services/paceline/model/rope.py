@@ -76,7 +76,10 @@ def settle_factors(module: Any, *, long: bool) -> None:
 
 
 def _depends_on_others(module: nn.Module, limit: int) -> bool:
-    """True if the angles of position 1 are others in a call that has a position beyond ``limit``, too."""
+    """True if the angles of position 1 are others in a call that has a position beyond ``limit``, too; of a model
+    without values this is not known."""
+    if next(module.buffers()).is_meta:
+        return False
     near, both = torch.tensor([[1]]), torch.tensor([[1, limit + 1]])
     device = next(module.buffers()).device
     x = torch.zeros(1, 1, 1, device=device)

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.folder import local_folder, text_config
+from paceline.checkpoint.files import Checkpoint, embedded_paths
+from paceline.checkpoint.folder import local_folder
 from paceline.checkpoint.hub import absent, why_not_fetched
 from paceline.checkpoint.kv_scales import described
 from paceline.checkpoint.linear import require_draft_model, why_not_runnable
-from paceline.checkpoint.packing import packing_of, why_whole
+from paceline.checkpoint.packing import packing_of, require_weights, why_whole
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.rope import factors_in_use
 from paceline.checkpoint.size import ModelSize, gib
@@ -164,8 +164,9 @@ def examine(
     ``memory`` and ``cores``: also checks that this machine has enough of them. They are off if other machines run the
     replicas, or if Ray is configured with more cores. ``ports``: also whether they are free, which they are not where
     the service runs already. ``surge``: also whether a change in place leaves a target, which is moot for a service
-    that ends with its command. ``forms``: also whether heads have the target's sizes, and how large a model without
-    weights would be, which takes torch and seconds. ``gpu_bytes``: memory of each GPU; None: it is not known.
+    that ends with its command. ``forms``: also whether models can be built and heads have the target's sizes, and how
+    large a model without weights would be, which takes torch and seconds. ``gpu_bytes``: memory of each GPU; None: it
+    is not known.
     """
     findings: list[Finding] = []
     target_setup, draft_setup, draft_config = config.target_setup(), config.draft_setup(), config.draft_config
@@ -241,8 +242,8 @@ def _read_model(
 ) -> _Model | None:
     """Returns the model of a pool; None if it is not on this machine or has a fault, which is added to ``findings``.
 
-    ``here``: True: the replicas run on this machine, and fetch missing files. ``forms``: True: a configuration without
-    weights and tokenizer is sized, too.
+    ``here``: True: the replicas run on this machine, and fetch missing files. ``forms``: True: the model is built
+    without weights, and a configuration without weights and tokenizer is sized, too.
     """
     options, loading, key = config.engine_kwargs, config.model_loading_config, f"{pool}.model_loading_config"
     scales: str | None = None
@@ -286,10 +287,16 @@ def _read_model(
         problem = f"has {most} tokens and its model only {checkpoint.vocab_size}: name its own tokenizer"
         findings.append(Finding.error(f"{key}.tokenizer_source", problem))
         return None
+    device = "cuda" if _on_gpu(config) else "cpu"
+    try:
+        require_weights(checkpoint.quantization, options.quantization, checkpoint.path, device)
+    except ConfigError as error:
+        findings.append(report(key, f"cannot be used: {error}"))
+        forms = False  # the same would be said again
     wrong = why_not_runnable(
         checkpoint.config,
         checkpoint.quantization,
-        device="cuda" if _on_gpu(config) else "cpu",
+        device=device,
         quantization=options.quantization,
         compile=options.compile,
         kv_cache_dtype=options.kv_cache_dtype,
@@ -305,6 +312,8 @@ def _read_model(
             Finding.warning(key, f"stores weights in a format that GPUs run dequantized: they take {takes}")
         )
     findings += _check_degree(pool, options, checkpoint)
+    if forms and find_spec("torch") is not None and checkpoint.folder not in embedded_paths():
+        findings += _check_build(key, options, checkpoint, device)
     if here and options.cpu_threads > 1:
         findings += _check_threads(pool, options)
     return _Model(checkpoint, tokenizer, size, scales)
@@ -364,18 +373,31 @@ def _read_cascade(
 
 
 def _check_degree(key: str, options: ModelOptions, checkpoint: Checkpoint) -> list[Finding]:
-    """Checks that ranks can divide whole attention heads, and read the weights. Each model class has further rules
-    (``model/parallel/plan.py``)."""
-    config, size = checkpoint.config, options.tensor_parallel_size
-    reason = why_whole(checkpoint.quantization, checkpoint.path)
-    if size > 1 and reason is not None:
-        return [Finding.error(f"{key}.engine_kwargs.tensor_parallel_size", f"is {size} and {reason}")]
-    heads = text_config(config).get("num_attention_heads")
-    if size == 1 or not isinstance(heads, int) or heads % size == 0:
+    """Checks that ranks can share the weights. Takes torch, and seconds, if there are several."""
+    size, key = options.tensor_parallel_size, f"{key}.engine_kwargs.tensor_parallel_size"
+    if size == 1:
         return []
-    fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-    problem = f"is {size}, which does not divide the model's {heads} attention heads: use one of {fitting}"
-    return [Finding.error(f"{key}.engine_kwargs.tensor_parallel_size", problem)]
+    if (reason := why_whole(checkpoint.quantization, checkpoint.path)) is not None:
+        return [Finding.error(key, f"is {size} and {reason}")]
+    if find_spec("torch") is not None:
+        from paceline.model.dry_run import require_split
+
+        try:
+            require_split(checkpoint, size)
+        except ConfigError as error:
+            return [Finding.error(key, f"is {size}: {error}")]
+    return []
+
+
+def _check_build(key: str, options: ModelOptions, checkpoint: Checkpoint, device: str) -> list[Finding]:
+    """Checks that the model can be built and run as it is loaded. Takes torch and seconds."""
+    from paceline.model.dry_run import require_loadable
+
+    try:
+        require_loadable(checkpoint, options, device)
+    except ConfigError as error:
+        return [Finding.error(key, f"cannot be used: {error}")]
+    return []
 
 
 def _check_lengths(options: TargetOptions, limit: int) -> list[Finding]:

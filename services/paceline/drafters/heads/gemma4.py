@@ -26,9 +26,10 @@ from transformers import MODEL_MAPPING, AutoConfig, PretrainedConfig
 
 from paceline.drafters.heads.layers import attend_with_ours
 from paceline.drafters.heads.module import Attend, Function, HeadModule, borrowed
-from paceline.drafters.heads.reading import HeadForm, Reading, later, matched_tensors, target_config
+from paceline.drafters.heads.reading import HeadForm, Reading, later, matched_tensors
 from paceline.errors import ConfigError
 from paceline.model.features import OUT
+from paceline.model.local_config import read_config
 
 KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
 """Model types of the drafters. Without the last word, they are the model types of the targets."""
@@ -187,7 +188,7 @@ def read_gemma4(reading: Reading) -> HeadForm:
             f"{config.centroid_intermediate_top_k} in {reading.what}: the first must divide the {text.vocab_size} "
             "tokens and the second be at most the first"
         )
-    target: Any = target_config(reading.facts.checkpoint).get_text_config()
+    target: Any = read_config(reading.facts.checkpoint).get_text_config()
     layers = target_layers_of(reading, text, target)
     try:
         module = Gemma4Drafter(config, layers, embed=later, own_head=own_head, what=reading.what)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -18,7 +18,7 @@ from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
 from paceline.drafters.heads.module import Function, HeadModule
 from paceline.errors import ConfigError
-from paceline.model.local_config import BUILDING
+from paceline.model.local_config import BUILDING, read_config
 
 _NUM_NAMED = 3
 COMMON_KEYS = {
@@ -205,14 +205,6 @@ def later(x: Tensor) -> Tensor:
     raise AssertionError("the head has not been given the target's tables")
 
 
-def target_config(checkpoint: Checkpoint) -> PretrainedConfig:
-    """The target's configuration."""
-    config: PretrainedConfig = AutoConfig.from_pretrained(
-        checkpoint.location, trust_remote_code=checkpoint.trust_remote_code
-    )
-    return config
-
-
 def renaming(model: Any) -> Callable[[str], str]:
     """Maps names in the files of a target to the names that transformers gives them; experts stay apart."""
     renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
@@ -222,5 +214,5 @@ def renaming(model: Any) -> Callable[[str], str]:
 def meta_model(checkpoint: Checkpoint) -> Any:
     """The target's model without weights."""
     with BUILDING, torch.device("meta"):  # the other engine's model may be built in this process, too
-        config = target_config(checkpoint)
+        config = read_config(checkpoint)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code)

@@ -68,11 +68,17 @@ def choose_kernel(
 
 
 def no_library(
-    dtype: torch.dtype, layers: Sequence[LayerSpec], window: int | None, further: Collection[str]
+    dtype: torch.dtype,
+    layers: Sequence[LayerSpec],
+    window: int | None,
+    further: Collection[str],
+    *,
+    is_here: bool = True,
 ) -> str | None:
     """Says why FlashInfer cannot attend to blocks of a model's prompts, as a clause; None: nothing known keeps it.
 
     ``window``: of a layer that has one. ``further``: names of what attention has in addition (``Probe.further``).
+    ``is_here``: False: it would be on another machine, which has it.
     """
     if dtype not in flashinfer.DTYPES:
         return f"takes float16 and bfloat16, and the model has {_name(dtype)}"
@@ -90,7 +96,7 @@ def no_library(
         return "attends to the whole context, and the model has layers with windows or chunks"
     if further:
         return f"computes a plain softmax, and the model has {' and '.join(sorted(further))}"
-    return flashinfer.unavailable()
+    return flashinfer.unavailable() if is_here else None
 
 
 def kernel_for(

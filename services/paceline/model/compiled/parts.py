@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 
 from paceline.config import cache_dir
 
+RANKS_ON_GPUS = "ranks on GPUs run eagerly"
+"""Why nothing is compiled of a model that several GPUs share, as a clause."""
 _ROTARY = "apply_rotary_pos_emb"
 _MOST_VARIANTS = 64
 """Most variants of one function. Each dtype, size and rank of a model's modules makes one, and models of a family share

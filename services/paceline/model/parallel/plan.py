@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reason_of
 from paceline.model.local_config import (
     HEADS,
     KV_HEADS,
@@ -110,8 +110,7 @@ def plan_shards(config: PretrainedConfig, rank: int, degree: int) -> ShardPlan:
     except ConfigError:
         raise
     except Exception as error:  # transformers raises whatever its model classes raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{config.model_type} could not be built for {degree} ranks: {reason}") from error
+        raise ConfigError(f"{config.model_type} could not be built for {degree} ranks: {reason_of(error)}") from error
 
 
 class _Planner:
