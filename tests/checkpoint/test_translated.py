@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,15 @@ from tests.support.models import random_model
 from tests.support.mutants import mutant
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
-from transformers import CONFIG_MAPPING, DeepseekV3Config, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3VLForConditionalGeneration,
+)
 
-from paceline.checkpoint import tiktoken_model
+from paceline.checkpoint import tiktoken_model, translated
 from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import folder_of
@@ -403,10 +410,7 @@ def minicpm(folder: Path, **values: object) -> tuple[Path, LlamaForCausalLM]:
 def test_the_scales_of_minicpm_are_those_of_its_definition(tmp_path):
     folder, expected = minicpm(tmp_path)
     model = load_pretrained(Checkpoint.open(str(folder)), torch.float32)
-    ids = torch.arange(10, 42)[None]
-    with torch.no_grad():
-        ours, theirs = model(ids).logits, expected(ids).logits
-    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    assert_same_logits(model, expected)
 
 
 @pytest.mark.parametrize(("key", "value"), [("sparse_config", {"topk": 64}), ("num_experts", 8)])
@@ -431,6 +435,73 @@ def test_a_damaged_configuration_is_said(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"is no minicpm model's \(KeyError: 'num_hidden_layers'\)$"):
         Checkpoint.open(str(tmp_path))
+
+
+EXAONE_NAMES = {
+    "embed_tokens": "wte", "norm": "ln_f", "layers": "h", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+    "self_attn": "attn.attention", "o_proj": "out_proj", "gate_proj": "c_fc_0", "up_proj": "c_fc_1",
+    "down_proj": "c_proj", "model": "transformer",
+}  # fmt: skip
+"""Parts of names of EXAONE 3.5, by what Llama calls them."""
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_exaone_3_is_a_llama_by_other_names(tmp_path, is_tied):
+    values = {key: value for key, value in MINICPM.items() if not key.startswith(("scale", "dim"))}
+    expected = random_model(LlamaConfig(**values, head_dim=16, tie_word_embeddings=is_tied))
+    expected.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    stored = {".".join(EXAONE_NAMES.get(p, p) for p in name.split(".")): one for name, one in weights.items()}
+    assert "transformer.h.1.attn.attention.q_proj.weight" in stored
+    save_file(stored | {"transformer.rotary.inv_freq": torch.ones(8)}, tmp_path / "model.safetensors")
+    config = {key: value for key, value in values.items() if key not in ("num_hidden_layers", "rms_norm_eps")}
+    config |= {"model_type": "exaone", "architectures": ["ExaoneForCausalLM"], "auto_map": {"AutoConfig": "c.Own"}}
+    config |= {"num_layers": 3, "layer_norm_epsilon": 1e-6, "activation_function": "silu", "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
+    found = Checkpoint.open(str(tmp_path))
+    assert found.size().num_parameters == expected.num_parameters()
+    assert_same_logits(load_pretrained(found, torch.float32), expected)
+    assert {*CheckpointFiles(found.path)} == weights.keys()
+
+
+def test_exchanged_names_of_exaone_3_are_noticed(tmp_path, monkeypatch):
+    layout, other = translated.LAYOUTS["exaone"], {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    names = [(old, ".".join(other.get(part, part) for part in new.split("."))) for old, new in layout.names]
+    monkeypatch.setitem(translated.LAYOUTS, "exaone", replace(layout, names=names))
+    with pytest.raises(AssertionError):
+        test_an_exaone_3_is_a_llama_by_other_names(tmp_path, False)
+
+
+def assert_same_logits(ours, theirs):
+    ids = torch.arange(10, 42)[None]
+    with torch.no_grad():
+        found, expected = ours(ids).logits, theirs(ids).logits
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_text_of_qwen3_vl_is_a_qwen3(tmp_path, is_tied):
+    """Logits of a text are those of transformers' model of images and text, by the names that are published."""
+    text = {key: value for key, value in MINICPM.items() if not key.startswith(("scale", "dim"))}
+    text |= {"head_dim": 16, "tie_word_embeddings": is_tied}
+    text |= {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"}}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    torch.manual_seed(3)
+    config = CONFIG_MAPPING["qwen3_vl"](text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+    expected = Qwen3VLForConditionalGeneration(config).eval()
+    expected.save_pretrained(tmp_path)
+    names = {*load_file(tmp_path / "model.safetensors")}
+    assert {"model.language_model.layers.0.self_attn.q_norm.weight", "model.language_model.norm.weight"} <= names
+    assert ("lm_head.weight" in names) != is_tied
+    config = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
+    config |= {"text_config": {"model_type": "qwen3_vl_text", **text}, "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
+    found = Checkpoint.open(str(tmp_path))
+    assert found.config["model_type"] == "qwen3"
+    ours = load_pretrained(found, torch.float32)
+    assert_same_logits(ours, expected)
+    assert found.size().num_parameters == ours.num_parameters()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ EXCLUDED = {
     "falcon, no plan": _BY_ITSELF,
     "gptj, no plan": _BY_ITSELF,
     "mpt, no plan": _BY_ITSELF,
-    "llama, rope dynamic": "rope_type 'dynamic', whose angles depend on the longest sequence",
 }
 """Refused at any degree, with a reason that matches this."""
 WHOLE_ONLY: dict[str, str] = {}

@@ -139,12 +139,19 @@ def test_layers_without_attention_are_refused() -> None:
         prepare(AutoModelForCausalLM.from_config(config), compile=False)
 
 
-def test_rotary_embeddings_that_depend_on_the_batch_are_refused() -> None:
-    """Their output would depend on the neighbours."""
+def test_dynamic_angles_are_fixed_up_to_the_longest_context_and_refused_beyond() -> None:
+    """There their output would depend on the neighbours."""
     config = FAMILIES["llama"]()
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = AutoModelForCausalLM.from_config(config)
+    angles = model.model.rotary_emb.inv_freq.clone()
+    prepare(model, compile=False)
+    model.model.rotary_emb(torch.zeros(1), torch.tensor([[config.max_position_embeddings]]))
+    assert torch.equal(model.model.rotary_emb.inv_freq, angles)
+    other = AutoModelForCausalLM.from_config(config)
+    other.model.rotary_emb.rope_type, other.model.rotary_emb.original_max_seq_len = "dynamic", 128
     with pytest.raises(ConfigError, match="rope_type 'dynamic'"):
-        prepare(AutoModelForCausalLM.from_config(config), compile=False)
+        prepare(other, compile=False)
 
 
 def test_attention_sinks_that_are_kept_back_are_refused() -> None:

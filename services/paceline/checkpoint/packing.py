@@ -289,7 +289,9 @@ def why_not_dequantized(config: Mapping[str, Any]) -> str:
     return found if isinstance(found, str) else ""
 
 
-def require_weights(stored: Mapping[str, Any] | None, quantization: str | None, path: str, device: str) -> None:
+def require_weights(
+    stored: Mapping[str, Any] | None, quantization: str | None, path: str, device: str, *, is_here: bool = True
+) -> None:
     """Raises ConfigError if the weights of a checkpoint cannot run as they are, or by the option ``quantization``.
 
     Args:
@@ -297,6 +299,7 @@ def require_weights(stored: Mapping[str, Any] | None, quantization: str | None, 
         quantization: the option.
         path: the checkpoint.
         device: type of the device.
+        is_here: False: they run on another machine, whose packages are not known.
     """
     method = None if stored is None else method_of(stored)
     if quantization is not None:
@@ -307,7 +310,7 @@ def require_weights(stored: Mapping[str, Any] | None, quantization: str | None, 
             "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO and NVFP4 are allowed"
         )
     elif method is not None and packing_of(stored) is None:
-        require_method(path, method, device)
+        require_method(path, method, device, is_here=is_here)
 
 
 def why_whole(config: Mapping[str, Any] | None, name: str) -> str | None:

@@ -70,8 +70,9 @@ def method_of(config: Mapping[str, Any]) -> str:
     return method
 
 
-def require_method(path: str, method: str, device: str) -> None:
-    """Raises ConfigError in one sentence if the checkpoint at ``path``, quantized by ``method``, cannot run here."""
+def require_method(path: str, method: str, device: str, *, is_here: bool = True) -> None:
+    """Raises ConfigError in one sentence if the checkpoint at ``path``, quantized by ``method``, cannot run here.
+    ``is_here``: False: it runs on another machine, whose packages are not known."""
     known = METHODS.get(method)
     subject = f"model {path!r} is quantized by {method!r}"
     if known is None:
@@ -81,7 +82,7 @@ def require_method(path: str, method: str, device: str) -> None:
     if device not in known.devices:
         needed = " or ".join(repr(name) for name in known.devices)
         raise ConfigError(f"{subject}, which needs device {needed}, and device is {device!r}: use another checkpoint")
-    if missing := [install for name, install in known.packages if not is_installed(name)]:
+    if is_here and (missing := [install for name, install in known.packages if not is_installed(name)]):
         names = f"package{'s' if missing[1:] else ''} {' and '.join(missing)}"
         remedy = f"pip install {' '.join(missing)}, or use another checkpoint"
         raise ConfigError(f"{subject}, which needs the {names}: {remedy}")

@@ -17,7 +17,7 @@ from paceline.checkpoint.latent import latent_values, num_attentions, num_plain_
 from paceline.checkpoint.linear import LinearLayers, Slots, layer_types, linear_layers
 from paceline.checkpoint.packing import Packing, count_packed, count_scaled
 from paceline.checkpoint.quantization import weight_bytes_per_parameter
-from paceline.checkpoint.translated import INDEX
+from paceline.checkpoint.translated import INDEX, Names, renamed
 from paceline.errors import ConfigError
 from paceline.types import PAGE_SIZE
 
@@ -272,18 +272,22 @@ def headers(folder: Path) -> dict[Path, dict[str, Entry]]:
     content = read_json(folder, INDEX)
     if isinstance(index := content.get("weight_map"), dict):
         files = {folder / name: header(folder / name) for name in sorted(set(map(str, index.values())))}
-        return {file: _without(prefix_of(content), entries) for file, entries in files.items()}
+        return {file: _known(entries, names_of(content)) for file, entries in files.items()}
     single = folder / "model.safetensors"
     return {single: header(single)} if single.exists() else {}
 
 
-def prefix_of(index: Mapping[str, Any]) -> str:
-    """What the names of a model's tensors begin with in the files of an index, in addition to their names in it."""
-    return str((index.get("metadata") or {}).get("prefix", ""))
+def names_of(index: Mapping[str, Any]) -> Names:
+    """How the tensors of an index are named in its files, and in it; (): by the same names."""
+    metadata = index.get("metadata")
+    return metadata.get("names", ()) if isinstance(metadata, dict) else ()
 
 
-def _without(prefix: str, entries: dict[str, Entry]) -> dict[str, Entry]:
-    return {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+def _known(entries: dict[str, Entry], names: Names) -> dict[str, Entry]:
+    """The tensors of a file that are in the index, by their names there."""
+    if not names:
+        return entries
+    return {known: entry for name, entry in entries.items() if (known := renamed(name, names)) is not None}
 
 
 def header(path: Path) -> dict[str, Entry]:

@@ -2,7 +2,8 @@
 
 A directory is made once for each, in the cache of compiled models. It has links to the files, and the configuration and
 the tokenizer in transformers' form. Its code is neither run nor linked. For a model of images and text the directory
-holds the text model. The index lists its weights without ``PREFIX``, which the metadata records.
+holds the text model. If weights are stored under other names, the index lists them by transformers' names, and its
+metadata holds the rules.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,28 @@ from paceline.checkpoint.made_once import made_once
 from paceline.config import cache_dir
 from paceline.errors import ConfigError
 
-_FORMAT = 3
+_FORMAT = 4
 """Goes up whenever the directory would be made otherwise of the same files."""
 _CONFIG, _SETTINGS = "config.json", "tokenizer_config.json"
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-PREFIX = "language_model."
-"""Begins the names of a text model's weights in the files of a model of images and text."""
 Config = Mapping[str, Any]
+Names = Sequence[Sequence[str]]
+"""Pairs of beginnings of weights' names: as stored, and as transformers has them; ``*`` is a layer's number."""
+_OF_TEXT: Names = (("language_model.", ""),)
+"""Of the text model within a model of images and text; all others belong to the images."""
+_QWEN3_VL: Names = (("model.language_model.", "model."), ("lm_head.", "lm_head."))
+_EXAONE: Names = (
+    ("transformer.wte.", "model.embed_tokens."),
+    ("transformer.h.*.ln_1.", "model.layers.*.input_layernorm."),
+    ("transformer.h.*.ln_2.", "model.layers.*.post_attention_layernorm."),
+    ("transformer.h.*.attn.attention.out_proj.", "model.layers.*.self_attn.o_proj."),
+    ("transformer.h.*.attn.attention.", "model.layers.*.self_attn."),
+    ("transformer.h.*.mlp.c_fc_0.", "model.layers.*.mlp.gate_proj."),
+    ("transformer.h.*.mlp.c_fc_1.", "model.layers.*.mlp.up_proj."),
+    ("transformer.h.*.mlp.c_proj.", "model.layers.*.mlp.down_proj."),
+    ("transformer.ln_f.", "model.norm."),
+    ("lm_head.", "lm_head."),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +61,8 @@ class Layout:
     """Keys of models of the type that have another layout."""
     part: str = ""
     """Key of the text model's configuration, whose own type says what runs; "": the model is one of text."""
+    names: Names = ()
+    """(): its weights have the names of transformers."""
 
     def is_of(self, config: Config) -> bool:
         """True if a configuration of the type has the layout."""
@@ -79,15 +98,35 @@ def _of_exaone4(config: Config) -> Config:
     return {"layer_types": kinds}
 
 
+def _of_exaone(config: Config) -> Config:
+    """EXAONE 3's sizes as Llama has them."""
+    return {
+        "num_hidden_layers": config["num_layers"],
+        "hidden_act": config.get("activation_function", "silu"),
+        "rms_norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+    }
+
+
+def _of_qwen3_vl(config: Config) -> Config:
+    """Angles of a text alone: the three positions of a token of Qwen3-VL are one."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kept = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    return {"rope_scaling": None, "rope_parameters": {"rope_theta": config.get("rope_theta", 5e6), **kept}}
+
+
 LAYOUTS: Mapping[str, Layout] = {
+    "exaone": Layout("llama", "LlamaForCausalLM", ("ExaoneForCausalLM",), _of_exaone, names=_EXAONE),
     "exaone4": Layout("exaone4", "Exaone4ForCausalLM", ("Exaone4ForCausalLM",), _of_exaone4, ("layer_types",)),
     "kimi_k2": Layout("deepseek_v3", "DeepseekV3ForCausalLM", ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
     "mimo": Layout("qwen2", "Qwen2ForCausalLM", ("MiMoForCausalLM",)),
     "minicpm": Layout(
         "granite", "GraniteForCausalLM", ("MiniCPMForCausalLM",), _of_minicpm, ("sparse_config", "num_experts")
     ),
-    **dict.fromkeys(("kimi_k25", "kimi_vl", "mistral3"), Layout(part="text_config")),
-    "internvl_chat": Layout(part="llm_config"),
+    **dict.fromkeys(("kimi_k25", "kimi_vl", "mistral3"), Layout(part="text_config", names=_OF_TEXT)),
+    "internvl_chat": Layout(part="llm_config", names=_OF_TEXT),
+    "qwen3_vl": Layout(part="text_config", names=_QWEN3_VL),
+    "qwen3_vl_text": Layout("qwen3", "Qwen3ForCausalLM", values=_of_qwen3_vl),
 }
 """Model types whose published configurations transformers does not read, by the name in their config.json."""
 
@@ -117,13 +156,13 @@ def translated(folder: Path) -> Path:
 
     def write(draft: Path) -> None:
         (inner := draft / made.name).mkdir()
-        found = _of_text(folder) if layout is not None and layout.part else {}
+        found = {} if layout is None else _renamed(folder, layout.names)
         files = {} if layout is None else {_CONFIG: json.dumps(_known(config, layout) | _tied(found), indent=2)}
         if has_ranks:
             files["tokenizer.json"], values = tiktoken_model.converted(folder, settings)
             files[_SETTINGS] = json.dumps(values, indent=2, ensure_ascii=False)
-        if found:
-            files[INDEX] = json.dumps({"metadata": {"prefix": PREFIX}, "weight_map": found})
+        if layout is not None and found:
+            files[INDEX] = json.dumps({"metadata": {"names": layout.names}, "weight_map": found})
         for name in names:
             if name not in files and not (has_ranks and name == tiktoken_model.FILE):
                 (inner / name).symlink_to((folder / name).absolute())
@@ -158,20 +197,30 @@ def _tied(names: Collection[str]) -> dict[str, bool]:
     return {} if has_head or not names else {"tie_word_embeddings": True}
 
 
-def _of_text(folder: Path) -> dict[str, str]:
-    """The file of each weight of the text model, by its name without the prefix; {} if there are no files of weights.
+def renamed(name: str, names: Names) -> str | None:
+    """A weight's name with the other beginning of the first of ``names`` that it has; None: it has none of them."""
+    for old, new in names:
+        if match := re.match(re.escape(old).replace(r"\*", r"(\d+)"), name):
+            return new.replace("*", "".join(match.groups())) + name[match.end() :]
+    return None
+
+
+def _renamed(folder: Path, names: Names) -> dict[str, str]:
+    """The file of each weight by its new name; {} if there are no files of weights, or ``names`` is empty.
 
     Raises:
         ValueError: all weights have other names.
     """
+    if not names:
+        return {}
     stored = _read(folder / INDEX).get("weight_map")
     if stored is None and (single := folder / _SINGLE).is_file():
         with single.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
         stored = dict.fromkeys(json.loads(header), single.name)
-    found = {name.removeprefix(PREFIX): file for name, file in (stored or {}).items() if name.startswith(PREFIX)}
+    found = {new: file for name, file in (stored or {}).items() if (new := renamed(name, names)) is not None}
     if stored and not found:
-        raise ValueError(f"no weight has a name that begins with {PREFIX!r}")
+        raise ValueError(f"no weight has a name that begins with {names[0][0]!r}")
     return found
 
 

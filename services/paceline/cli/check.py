@@ -1,6 +1,6 @@
 """``paceline check``: what ``paceline serve`` would run, the memory that it takes, and what keeps it from starting.
 
-Reads files and ports, loads nothing. Exit status: 0 it may start, 1 it cannot; the others as in ``exit.py``.
+Reads files and ports, loads no weights. Exit status: 0 it may start, 1 it cannot; the others as in ``exit.py``.
 """
 
 from __future__ import annotations

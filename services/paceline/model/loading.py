@@ -24,7 +24,7 @@ from paceline.checkpoint.folder import read_json, require_no_code
 from paceline.checkpoint.kv_scales import UNSCALED, KVScales, described, kv_scales
 from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, require_runnable
 from paceline.checkpoint.packing import packing_of
-from paceline.checkpoint.size import ModelSize, gib, prefix_of, size_of
+from paceline.checkpoint.size import ModelSize, gib, names_of, size_of
 from paceline.checkpoint.translated import INDEX
 from paceline.config import KVCacheDType, ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
@@ -533,7 +533,7 @@ def load_pretrained(
         if part is None:
             kept = StoredWeights.of(meta_model(config), files, None, device, dtype)
         names = [name for name in files if name not in kept.tensors]
-    elif checkpoint.folder is not None and prefix_of(read_json(checkpoint.folder, INDEX)):
+    elif checkpoint.folder is not None and names_of(read_json(checkpoint.folder, INDEX)):
         stored = CheckpointFiles(path)
         config, names, read = plain_config(checkpoint), [*stored], stored.read
     if config is not None:

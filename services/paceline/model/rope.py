@@ -1,7 +1,8 @@
 """Rotary embeddings whose angles are a function of the position alone, for all sessions of a service.
 
 transformers chooses the frequencies of two kinds of rotary embeddings by the longest sequence of a call. Of
-``longrope`` one of its two sets is chosen for good here; ``dynamic`` is refused.
+``longrope`` one of its two sets is chosen for good here. ``dynamic`` has one set up to the context that the model was
+trained for, which is the longest that is served.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def settle_rope(model: PreTrainedModel, max_model_len: int, name: str) -> None:
         if (kind := str(rope.get("rope_type", rope.get("type")))) in ("dynamic", LONGROPE):
             raise _refusal(name, kind)
     for module, kind in modules:
-        if "dynamic" in kind or (LONGROPE in kind and (limit is None or kind != LONGROPE)):
+        if module.rope_type == "dynamic" and max_model_len <= getattr(module, "original_max_seq_len", 0):
+            module.rope_type = module.config.rope_parameters["rope_type"] = "default"
+        elif "dynamic" in kind or (LONGROPE in kind and (limit is None or kind != LONGROPE)):
             raise _refusal(name, kind)
         if kind == LONGROPE:
             assert limit is not None

@@ -1,4 +1,5 @@
-"""The check of a whole service before anything is loaded. Reads files and ports; imports no torch and no Ray.
+"""The check of a whole service before anything is loaded. Reads files and ports; imports no Ray, and torch only where a
+model is built without its weights: by ``paceline check``, and for several ranks.
 
 Called by ``paceline check``, which shows the Examination, and by ``paceline serve``, which refuses to start.
 
@@ -289,9 +290,9 @@ def _read_model(
         return None
     device = "cuda" if _on_gpu(config) else "cpu"
     try:
-        require_weights(checkpoint.quantization, options.quantization, checkpoint.path, device)
+        require_weights(checkpoint.quantization, options.quantization, checkpoint.path, device, is_here=here)
     except ConfigError as error:
-        findings.append(report(key, f"cannot be used: {error}"))
+        findings.append(Finding.error(key, f"cannot be used: {error}"))
         forms = False  # the same would be said again
     wrong = why_not_runnable(
         checkpoint.config,

@@ -29,8 +29,8 @@ from transformers.core_model_loading import (
 
 from paceline.checkpoint.folder import folder_of
 from paceline.checkpoint.gguf.weights import GgufWeights
-from paceline.checkpoint.size import prefix_of
-from paceline.checkpoint.translated import INDEX
+from paceline.checkpoint.size import names_of
+from paceline.checkpoint.translated import INDEX, renamed
 from paceline.errors import ConfigError
 from paceline.model.parallel.plan import ParameterShard, ShardPlan
 
@@ -116,12 +116,13 @@ class CheckpointFiles:
                 raise ConfigError(f"model {path!r} could not be fetched: {error}") from error
         self._file_of: dict[str, Path] = {}
         self._handles: dict[Path, Any] = {}
-        self._mapped, self._prefix = 0, ""
+        self._mapped = 0
+        self._stored_names: list[tuple[str, str]] = []
         try:
             if (directory / INDEX).is_file():
                 index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
                 self._file_of = {name: directory / file for name, file in index["weight_map"].items()}
-                self._prefix = prefix_of(index)
+                self._stored_names = [(known, stored) for stored, known in names_of(index)]
             elif (directory / _SINGLE).is_file():
                 self._file_of = dict.fromkeys(self._open(directory / _SINGLE).keys(), directory / _SINGLE)
             else:
@@ -167,13 +168,17 @@ class CheckpointFiles:
         target.copy_(part.reshape(target.shape))
         self._mapped += part.shape[0] * torch.Size(shape[1:]).numel() * part.itemsize  # whole rows come into memory
 
+    def _stored(self, name: str) -> str:
+        """The name of a tensor in its file."""
+        return renamed(name, self._stored_names) or name
+
     def _number(self, name: str) -> Tensor:
-        tensor: Tensor = self._open(self._file_of[name]).get_tensor(self._prefix + name)
+        tensor: Tensor = self._open(self._file_of[name]).get_tensor(self._stored(name))
         return tensor
 
     def _slice(self, name: str) -> Any:
         try:
-            return self._open(self._file_of[name]).get_slice(self._prefix + name)
+            return self._open(self._file_of[name]).get_slice(self._stored(name))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model {self.path!r} is not whole: {name}: {error}") from error
 
