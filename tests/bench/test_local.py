@@ -44,7 +44,7 @@ from paceline_bench.report.text import text_of
         (["--temperatures", "-1"], "'-1'"),
         (["--draft-tokens", "33"], "1 to 32"),
         (["--sequential-draft-tokens", "2,x"], "'x'"),
-        (["--prompts", "0"], "at least 1"),
+        (["--prompts", "0"], "from 1 to 1000000"),
         (["--repeats", "1.5"], "'1.5'"),
         (["--max-tokens", "1"], "--max-tokens"),
         (["--grow-target", "big"], "'big'"),

@@ -56,7 +56,7 @@ SERVED_PLAIN, SERVED = Configuration(SERVICE, Mode.PLAIN), Configuration(SERVICE
         (["--sessions", "4,many"], "'many'"),
         (["--temperatures", "warm"], "'warm'"),
         (["--draft-tokens", "33"], "1 to 32"),
-        (["--prompts", "0"], "at least 1"),
+        (["--prompts", "0"], "from 1 to 1000000"),
         (["--max-tokens", "1"], "--max-tokens"),
         (["--json", "/nonexistent/out.json"], "--json"),
         (["--target", "/nonexistent", "--grow-target", "20M"], "/nonexistent"),

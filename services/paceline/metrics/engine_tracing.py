@@ -114,8 +114,9 @@ class _SessionSpans(Spans):
 
         self.session_id, self.epoch = message.session_id, message.epoch
         clock = Clock()
-        span = tracing.tracer.start_span(self.kind, parent, SpanKind.SERVER, start_time=clock.now_ns())
-        super().__init__(tracing, span, clock, self.first_phase)
+        now = clock.now_ns()
+        span = tracing.tracer.start_span(self.kind, parent, SpanKind.SERVER, start_time=now)
+        super().__init__(tracing, span, clock, self.first_phase, now)
         self.set("paceline.context_tokens", len(message.token_ids))
 
     @property

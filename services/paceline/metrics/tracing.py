@@ -166,14 +166,15 @@ class Tracing:
 class Spans:
     """A span, and below it the span of its current phase."""
 
-    def __init__(self, tracing: Tracing, span: Span, clock: Clock, first_phase: str) -> None:
+    def __init__(self, tracing: Tracing, span: Span, clock: Clock, first_phase: str, begun_ns: int) -> None:
+        """``begun_ns``: time at which the first phase began."""
         from opentelemetry.trace import set_span_in_context
 
         self._tracing, self._span, self._clock = tracing, span, clock
         self._context = set_span_in_context(span)
-        self._last_ns = clock.now_ns()
+        self._last_ns = begun_ns
         self._num_rounds = 0
-        self._phase: Span | None = self._child(first_phase, self._last_ns)
+        self._phase: Span | None = self._child(first_phase, begun_ns)
 
     def _child(self, name: str, start_ns: int) -> Span:
         return self._tracing.tracer.start_span(name, self._context, start_time=start_ns)
@@ -189,7 +190,7 @@ class RequestSpans(Spans):
     """The spans of one request that is sampled. Its owner calls one method per event, one thread at a time."""
 
     def __init__(self, tracing: Tracing, span: Span, clock: Clock) -> None:
-        super().__init__(tracing, span, clock, "queue")
+        super().__init__(tracing, span, clock, "queue", clock.now_ns())
         self.traceparent = tracing.traceparent(self._context)
         """Context of the request's span, for its child spans."""
         self._lost_ns: int | None = None
