@@ -257,7 +257,7 @@ def test_a_system_is_given_the_hit_rate_that_was_measured() -> None:
 def test_nothing_heavy_is_imported() -> None:
     code = "import sys, paceline.cli.plan; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'numpy')))"
     source_root = str(Path(paceline.__file__).parents[1])
-    ran = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, env={"PYTHONPATH": source_root})
+    ran = subprocess.run([sys.executable, "-c", code], check=False, timeout=300, env={"PYTHONPATH": source_root})
     assert ran.returncode == 0
 
 

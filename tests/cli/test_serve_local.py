@@ -197,7 +197,7 @@ def test_it_serves_until_a_signal(tmp_path, number, status, quiet):
             assert found == {(server.pid, "127.0.0.1", port), (server.pid, "127.0.0.1", grpc_port)}
         finally:
             os.killpg(server.pid, number)
-            assert server.wait(60) == status
+            assert server.wait(300) == status
         told = server.stderr.read()
         assert server.stdout.read() == ""
         assert "Traceback" not in told
@@ -266,7 +266,7 @@ def test_after_sigterm_streams_end_by_themselves_or_by_an_event_and_requests_are
             ends = [lines[-1] for lines in asyncio.run(test())]
             assert all(line == "data: [DONE]" or event in line for line in ends), ends
             assert any(event in line for line in ends), "none outlasted the time to stop"
-            assert server.wait(60) == 0
+            assert server.wait(300) == 0
         finally:
             server.kill()
         told = server.stderr.read()

@@ -14,7 +14,7 @@ HEAVY = {"torch", "ray", "transformers", "numpy"}
 def loaded_by(code):
     """Names of all modules that are loaded after ``code``."""
     script = f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script], timeout=300, capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout))
 
 

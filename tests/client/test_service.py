@@ -172,7 +172,7 @@ def certificate(tmp_path_factory):
         "2",
     ]
     try:
-        subprocess.run([*new, "-keyout", key, "-out", cert, *name], check=True, capture_output=True, timeout=60)
+        subprocess.run([*new, "-keyout", key, "-out", cert, *name], check=True, capture_output=True, timeout=300)
     except FileNotFoundError:
         pytest.skip("openssl is not installed")
     return cert, key

@@ -45,7 +45,7 @@ GPU = values_of("gpu")
 
 def test_helm_finds_no_fault():
     command = [generate.helm(), "lint", "--strict", str(K8S / "chart"), "--values", str(VALUES / "gpu.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     chart = yaml.safe_load((K8S / "chart" / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == __version__

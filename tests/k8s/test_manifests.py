@@ -199,7 +199,7 @@ def test_kubectl_applies_what_helm_renders(name, tmp_path):
     kustomization["images"] = [{"name": "registry.example.com/paceline", "newName": "own/paceline", "digest": digest}]
     image.write_text(yaml.safe_dump(kustomization))
     folder = tmp_path / "overlays" / name
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=300)
     assert not done.stderr
     built = {(doc["kind"], doc["metadata"]["name"]): doc for doc in yaml.load_all(done.stdout, yaml.CSafeLoader)}
     own = ("image.repository=own/paceline", f"image.digest={digest}")
@@ -486,7 +486,7 @@ def test_the_password_of_redis_is_no_argument_of_a_process(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    printed = started.communicate(timeout=120)[0].splitlines()
+    printed = started.communicate(timeout=300)[0].splitlines()
     assert printed[0] == f"{started.pid} -"  # the server itself, which signals reach
     assert printed[1:] == ["dir /data", "appendonly yes", 'requirepass "s3cret"']
 
@@ -731,7 +731,7 @@ def test_a_driver_that_is_too_old_is_said_before_ray_starts():
             (check,) = groups_of(service)[pool]["template"]["spec"]["initContainers"]
             assert check["resources"]["limits"]["nvidia.com/gpu"] == number  # no more than the pod has anyway
             assert check["image"] == groups_of(service)[pool]["template"]["spec"]["containers"][0]["image"]
-    done = subprocess.run([sys.executable, *check["command"][1:]], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *check["command"][1:]], capture_output=True, text=True, timeout=300)
     if not torch.cuda.is_available():  # as with a driver that torch cannot use
         assert done.returncode != 0
         assert "NVIDIA" in done.stderr or "CUDA" in done.stderr

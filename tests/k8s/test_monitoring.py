@@ -282,7 +282,7 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path):
     tests = (K8S / "rules_test.yaml").read_text()
     (tmp_path / "rules_test.yaml").write_text(tests)
     for command in (["check", "rules", "rules.yaml"], ["test", "rules", "rules_test.yaml"]):
-        done = subprocess.run([PROMTOOL, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([PROMTOOL, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
     tested = {case["alertname"] for test in yaml.safe_load(tests)["tests"] for case in test["alert_rule_test"]}
     assert tested == set(alerts())
@@ -323,6 +323,6 @@ def test_alerts_without_kubernetes_fire_as_those_of_the_chart(tmp_path):
     }
     (tmp_path / "rules_test.yaml").write_text(yaml.safe_dump(tests))
     done = subprocess.run(
-        [PROMTOOL, "test", "rules", "rules_test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [PROMTOOL, "test", "rules", "rules_test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr

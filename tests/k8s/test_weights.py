@@ -68,7 +68,7 @@ def _run_script(tmp_path):
             env=os.environ | {"PATH": path, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"} | environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         return [json.loads(line.removeprefix("CALL ")) for line in calls.read_text().splitlines()]

@@ -104,7 +104,7 @@ def test_what_cannot_be_is_refused_by_name(name: str, value: float) -> None:
 def test_it_loads_neither_torch_nor_ray() -> None:
     code = "import sys, paceline.plan.ratio; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'numpy')))"
     source_root = str(Path(paceline.__file__).parents[1])
-    ran = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, env={"PYTHONPATH": source_root})
+    ran = subprocess.run([sys.executable, "-c", code], check=False, timeout=300, env={"PYTHONPATH": source_root})
     assert ran.returncode == 0
 
 

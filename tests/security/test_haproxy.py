@@ -430,7 +430,7 @@ def test_with_settings_that_cannot_be_read_nothing_is_started(tmp_path, name):
         [program, "-f", str(tmp_path / "haproxy.cfg")],
         env=os.environ | {name: "[1]"},
         capture_output=True,
-        timeout=60,
+        timeout=300,
         text=True,
     )
     assert done.returncode == 1

@@ -26,7 +26,7 @@ from paceline.router.pool import Member, StaticPool
 from paceline.router.router import Router
 from paceline.types import Request, Result, SamplingParams, SpeculationParams
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 EOS_IDS = (7,)
 
 
@@ -154,7 +154,7 @@ async def routed(config, targets, drafts, token="", **settings):
         await router.stop()
 
 
-async def until(condition, timeout_s=60.0, what="the condition"):
+async def until(condition, timeout_s=180.0, what="the condition"):
     """Waits for a condition of the event loop's own state."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -77,7 +77,7 @@ class Routers:
 
     def __enter__(self):
         for pipe in self._pipes:
-            assert pipe.poll(60), "a router did not start"
+            assert pipe.poll(300), "a router did not start"
         return self
 
     def kill_first(self):

@@ -95,7 +95,7 @@ def server(tmp_path_factory):
             yield f"http://127.0.0.1:{port}/", process
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(300) == 0
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def on_ranks(module: Any, degree: int, use: Callable[..., None], dtype: torch.dt
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(120)
+        rank.join(600)
         assert rank.exitcode == 0, rank
     return results
 

@@ -39,7 +39,7 @@ from paceline.model.selftest import check_invariance
 from paceline.model.step_plan import SequenceStep, StepPlan, StepShape
 from paceline.types import SamplingParams, pages_for
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 TRANSPORTS = ("gloo", "shared")
 WATCHDOG = 134
 """Exit status of a process that ``ImpatientGroup`` ends."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.model.parallel.ranks import Ranks, run_recorded, run_trial
+from tests.model.parallel.ranks import TIMEOUT_S, Ranks, run_recorded, run_trial
 from tests.support.models import save_pair
 
 from paceline.core import cuda
@@ -39,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(two: Ranks, path: str, rooms: list[int], late: bool = False) -> list[Any]:
-    two.start(run_recorded, path, COUNTS, rooms, late, timeout_s=20.0, transport="shared")
+    two.start(run_recorded, path, COUNTS, rooms, late, timeout_s=20.0 if late else TIMEOUT_S, transport="shared")
     return [two.result(rank) for rank in range(2)]
 
 
