@@ -56,12 +56,14 @@ GROUPS = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Spares the garbage collector the million objects that stay until the end: imported modules and tests."""
+    """Spares the garbage collector the million objects that stay until the end: imported modules and tests. It looks
+    for others as rarely as in a process of an engine."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000)
         gc.enable()
 
 
