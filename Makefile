@@ -33,8 +33,9 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos \
 # A test that hangs ends its process after a quarter of an hour, and is named, with what all threads were doing.
 TIMEOUT := --timeout 900 --timeout-method thread
 
-# Two processes, each with its own core; a file or an xdist_group of tests is one's (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations 15 $(TIMEOUT)
+# Three processes for two cores: a third of their time tests wait, for processes of their own and for limits of time. A
+# file or an xdist_group of tests is one process's (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --durations 15 $(TIMEOUT)
 
 # Processes that tests start import what is compiled already. Without bytecode each of them compiles the whole package.
 unexport PYTHONDONTWRITEBYTECODE
