@@ -45,7 +45,7 @@ MAY = {
     "rpc": {"messages", "security", "v1", *VALUES},
     "metrics": {"messages", *VALUES},
     "runtime": {"target", "draft", "rpc", "security", "messages", "config", "logs", "v1", *VALUES},
-    "local": {"router", "runtime", "checkpoint", "messages", "config", *VALUES},
+    "local": {"router", "rpc", "runtime", "metrics", "checkpoint", "messages", "config", "logs", *VALUES},
     "plan": {"target", "draft", "core", *VALUES},
     "fleet": {"plan", "metrics", "config", *VALUES},
     "cluster": {
@@ -104,7 +104,7 @@ ONLY = {
 }
 """Library -> the only packages that may import it."""
 
-TOP = {"__init__", "__main__", "app", "local", "logs", "messages", "types"}
+TOP = {"__init__", "__main__", "app", "logs", "messages", "types"}
 """The modules at the top of the package; everything else is in a folder."""
 
 FILES = [path for path in sorted(SERVICES.glob("paceline*/**/*.py")) if "v1" not in path.parts]

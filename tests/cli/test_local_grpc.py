@@ -81,13 +81,13 @@ def test_the_service_s_client_finds_all_that_a_service_has(pipeline):
             health = health_pb2_grpc.HealthStub(channel)
             serving = health_pb2.HealthCheckResponse.SERVING
             assert health.Check(health_pb2.HealthCheckRequest()).status == serving
-            pipeline._hung = EngineError("the target hangs")
+            pipeline.router.closed = EngineError("the target hangs")
             try:
                 assert health.Check(health_pb2.HealthCheckRequest()).status != serving
                 with pytest.raises(EngineError, match="the target hangs"):
                     _ = client.generate(token_ids, max_tokens=8, resume=False).result
             finally:
-                pipeline._hung = None
+                pipeline.router.closed = None
 
 
 def test_a_request_is_cancelled_by_its_id(pipeline):

@@ -33,6 +33,7 @@ from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.catalogue import RELOAD_FAILURES
 from paceline.metrics.registry import Registry
+from paceline.metrics.router import RouterMetrics
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.v1 import generation_pb2, generation_pb2_grpc
 
@@ -93,6 +94,13 @@ def test_a_configuration_names_the_engines_of_this_machine(tmp_path):
     assert local.draft == config.draft_config.engine_kwargs
     assert not config.server.playground
     assert local_of(ServiceConfig()).draft == DraftModel(path=str(DRAFT_DIR))
+    one_router = {
+        "request_timeout_s": 60,
+        "max_queued_requests": 2,
+        "chunk_window_s": 0,
+        "limits": {"max_stop_strings": 2},
+    }
+    assert local_of(ServiceConfig.parse({"router_config": one_router})).target_timeout_s == 30.0
 
 
 def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
@@ -104,7 +112,8 @@ def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
         worker="thread",
         pin_cores=False,
     )
-    with LocalPipeline(config) as pipeline, served(local_edge(pipeline, ServerConfig(), "one")) as at:
+    metrics = RouterMetrics(Registry(), "one")
+    with LocalPipeline(config, metrics=metrics) as pipeline, served(local_edge(pipeline, ServerConfig(), "one")) as at:
         body = {"prompt": "lazy", "max_tokens": 20, "ignore_eos": True, "speculation": {"mode": "sequential"}}
         usage = [call(f"{at}/v1/completions", body)[2]["usage"] for _ in range(2)]
         page = call(f"{at}/metrics")[2].decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def by_router(request: Request, defaults: SamplingParams) -> SamplingParams:
     info = TargetInfo(Letters(), 256, (), defaults)  # type: ignore[arg-type]
     admission = Admission(info, RouterConfig(), "r", metrics=metrics, clock=lambda: 0.0)
     received = request_from_proto(request_to_proto(request))
-    active = asyncio.run(admission.prepare(received, []))
+    active = asyncio.run(admission.prepare(received, [], SimpleNamespace()))
     (message,) = [m for m in active.session.open().to_target if isinstance(m, OpenSession)]
     return message.sampling
 

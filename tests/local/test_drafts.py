@@ -18,11 +18,9 @@ from paceline.messages import (
     DraftState,
     OpenSession,
     Outcome,
-    SessionFailed,
     SpeculationWanted,
 )
-from paceline.router.session import MAX_DRAFT_RETRIES
-from paceline.types import Cause, FinishReason, Result, Round, SamplingParams, SpeculationParams
+from paceline.types import Cause, FinishReason, Result, Round, SamplingParams
 
 TIMEOUT_S = 60
 
@@ -31,11 +29,8 @@ def serve(
     target: Callable[[Any], Sequence[Any]],
     draft: Callable[[Any], Sequence[Any]],
     to_draft: int,
-    num_requests: int = 1,
-    **speculation: Any,
 ) -> tuple[Result, list[Any], list[Any]]:
-    """The result of the last of requests that follow each other, and what target and draft were sent for them: the
-    draft as many messages as said."""
+    """The result of a request, and what target and draft were sent for it: the draft as many messages as said."""
     engines: dict[str, Scripted] = {}
 
     def factory(name: str, answer: Callable[[Any], Sequence[Any]]) -> Any:
@@ -53,9 +48,8 @@ def serve(
         checkpoint=Checkpoint("scripted", 64, (), 128),
     )
     with pipeline:
-        for _ in range(num_requests):
-            generation = pipeline.submit("abc", SamplingParams(max_tokens=8, seed=1), SpeculationParams(**speculation))
-            result = generation.result
+        generation = pipeline.submit("abc", SamplingParams(max_tokens=8, seed=1))
+        result = generation.result
         deadline = time.monotonic() + TIMEOUT_S
         while len(engines["draft"].received) < to_draft and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -93,36 +87,3 @@ def test_a_target_that_wants_no_drafts_for_a_while() -> None:
     assert kinds == [(OpenSession, 0), (Commit, 0), (CloseSession, 0), (OpenSession, 1), (CloseSession, 1)]
     assert to_draft[3].token_ids == tuple(b"abcde")
     assert [m.available for m in to_target if isinstance(m, DraftState)] == [False, True]
-
-
-def test_a_session_beyond_those_that_the_target_wants_drafts_for_has_none() -> None:
-    """The first says that none is wanted for any; the second is not opened on the draft, nor later given one."""
-
-    def target(message: Any) -> Sequence[Any]:
-        if isinstance(message, OpenSession):
-            opened.append(message)
-            none = SpeculationWanted(message.session_id, 0, False, 0)
-            return (token(message, 0), none) if len(opened) == 1 else (token(message, 0),)
-        return (token(message, 1, last=True),) if isinstance(message, DraftState) else ()
-
-    opened: list[OpenSession] = []
-    result, to_target, to_draft = serve(target, nothing, 3, num_requests=2)
-    assert result.text == "de"
-    assert [type(m) for m in to_draft] == [OpenSession, Commit, CloseSession]
-    assert [m.available for m in to_target if isinstance(m, DraftState)] == [False, False]
-
-
-def test_a_session_that_the_draft_fails_is_tried_again_and_then_left_plain() -> None:
-    def target(message: Any) -> Sequence[Any]:
-        if isinstance(message, DraftState) and not message.available:
-            failures.append(message)
-            return (token(message, 0, last=True),) if len(failures) == 1 + MAX_DRAFT_RETRIES else ()
-        return ()
-
-    def draft(message: Any) -> Sequence[Any]:
-        return (SessionFailed(message.session_id, message.epoch, "no"),) if isinstance(message, OpenSession) else ()
-
-    failures: list[DraftState] = []
-    result, _, to_draft = serve(target, draft, 1 + MAX_DRAFT_RETRIES)
-    assert result.text == "d"
-    assert [m.epoch for m in to_draft if isinstance(m, OpenSession)] == list(range(1 + MAX_DRAFT_RETRIES))

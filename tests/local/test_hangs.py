@@ -117,13 +117,13 @@ def test_requests_of_a_hung_target_end_and_health_says_why_until_it_comes_back(s
 
 
 def test_a_hung_draft_is_replaced_and_its_sessions_go_on(stuck, monkeypatch):
-    monkeypatch.setattr("paceline.local.RESTART_S", 0.01)
+    monkeypatch.setattr("paceline.local.link.RESTART_S", 0.01)
     pipeline, engines = stuck
     first = engines["draft"]
     first.go.clear()
     generation = pipeline.submit("abc", SamplingParams(max_tokens=4, seed=1))  # which opens it on the draft, too
     assert len(generation.result.token_ids) == 1
-    eventually(lambda: pipeline.num_draft_restarts >= 1 and engines["draft"] is not first and pipeline._draft_up)
+    eventually(lambda: pipeline.num_draft_restarts >= 1 and engines["draft"] is not first and pipeline.draft.up)
     eventually(lambda: served(pipeline))
     first.go.set()
 
@@ -154,8 +154,7 @@ def test_a_session_that_the_target_fails_is_opened_there_once_more(num_failures)
         else:
             with pytest.raises(PoisonRequestError, match="2 times: it is ended, and should not be sent again"):
                 assert generation.result
-            with pipeline._lock:  # whoever told the result has let go of it
-                assert not pipeline._active
+            assert not pipeline.router.active, "whoever told the result has let go of it"
     assert len(opened) == 2
 
 
@@ -199,7 +198,7 @@ def test_the_limits_are_those_of_the_configuration():
 @pytest.mark.usefixtures("forked_workers")
 def test_engines_whose_processes_stand_still(tmp_path, monkeypatch):
     """SIGSTOP of the draft changes no token; that of the target is told within the limit, and it comes back."""
-    monkeypatch.setattr("paceline.local.RESTART_S", 0.05)
+    monkeypatch.setattr("paceline.local.link.RESTART_S", 0.05)
     config = config_of(save_pair(tmp_path), worker="process").model_copy(
         update={"target_timeout_s": 3.0, "draft_timeout_s": 1.0}
     )
@@ -207,7 +206,7 @@ def test_engines_whose_processes_stand_still(tmp_path, monkeypatch):
         expected = run(pipeline, prompt(1, 30), sampled(200), Mode.PLAIN)
         generation = pipeline.submit(prompt(1, 30), sampled(200))
         next(generation)
-        os.kill(pipeline._draft.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+        os.kill(pipeline.draft.worker.pid, signal.SIGSTOP)  # type: ignore[union-attr]
         assert generation.result.token_ids == expected.token_ids
         eventually(lambda: pipeline.num_draft_restarts >= 1)
 
@@ -222,13 +221,13 @@ def test_engines_whose_processes_stand_still(tmp_path, monkeypatch):
         assert asyncio.run(health()) == (200, "serving\n")
         generation = pipeline.submit(prompt(1, 9), sampled(1900))
         next(generation)
-        os.kill(pipeline._target.pid, signal.SIGSTOP)
+        os.kill(pipeline.target.worker.pid, signal.SIGSTOP)
         with pytest.raises(EngineError, match="the target hangs"):
             for _ in generation:
                 pass
         status, text = asyncio.run(health())
         assert status == 503
         assert text.startswith("the target hangs: its step takes longer than target_timeout_s, 3 s")
-        os.kill(pipeline._target.pid, signal.SIGCONT)
+        os.kill(pipeline.target.worker.pid, signal.SIGCONT)
         eventually(lambda: pipeline.ready)
         assert run(pipeline, prompt(1, 30), sampled(200), Mode.PLAIN).token_ids == expected.token_ids

@@ -108,7 +108,7 @@ def test_state_slots_are_those_of_a_model_with_linear_layers_and_enough_for_its_
 def test_the_engine_has_the_states_of_its_option(pipeline: LocalPipeline) -> None:
     """Its status says how many, and how many of them hold a state: after a session, one of its prefix at least."""
     pipeline.generate(prompt(5, 70), max_tokens=4, temperature=0.0, ignore_eos=True).result  # noqa: B018
-    target: Any = pipeline._target
+    target: Any = pipeline.target.worker
     target = target._engine
     linear = target.runner.cache.linear
     assert linear.slots.states == 7
@@ -133,7 +133,7 @@ def test_a_draft_with_linear_layers_is_accepted_where_it_is_the_target(folder: P
                 expected = result.token_ids
         assert result.token_ids == expected
         assert result.speculation.accepted == result.speculation.drafted > 0
-        worker: Any = pipeline._draft
+        worker: Any = pipeline.draft.worker
         cache = worker._engine.drafter.cache
         assert cache.linear.slots == Slots.of(2, branches=3)
         setup, size = config.draft_setup(), Checkpoint.open(str(folder)).size("float32")

@@ -6,17 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 
 import pytest
 from tests.support.models import VOCAB, letters_tokenizer, prompt, save_pair
 
-from paceline import local
 from paceline.checkpoint.tokenizer import JsonTokenizer
 from paceline.config import DraftModel, HeadOptions, LocalConfig, NgramOptions, TargetModel
 from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
-from paceline.local import LocalPipeline
+from paceline.local import LocalPipeline, link
 from paceline.messages import OpenSession, SessionFailed
 from paceline.runtime.build import EngineSpec
 from paceline.types import Acceptance, Cause, FinishReason, Mode, SamplingParams
@@ -42,6 +42,8 @@ class Tapped:
     """Before each step: a target that is slow enough to be drafted for."""
     broken: bool = False
     refuses: bool = False
+    held: threading.Event | None = None
+    """No step begins before it is set."""
 
     def __call__(self, emit):
         self.engines.append(TappedEngine(self, self.factory(emit), emit))
@@ -64,6 +66,8 @@ class TappedEngine:
     def step(self):
         if self.tap.broken:
             raise RuntimeError("out of order")
+        if self.tap.held is not None:
+            self.tap.held.wait(TIMEOUT_S)
         time.sleep(self.tap.pause_s)
         return self.engine.step()
 
@@ -178,7 +182,7 @@ def test_engines_in_threads_start_where_nothing_was_imported(checkpoints):
     script = """
 import sys
 from paceline.config import DraftModel, LocalConfig, TargetModel
-from paceline.local import LocalPipeline
+from paceline.local import LocalPipeline, link
 run = {"dtype": "float32", "device": "cpu", "compile": False}
 target, draft = TargetModel(path=sys.argv[1], **run), DraftModel(path=sys.argv[2], **run)
 with LocalPipeline(LocalConfig(target=target, draft=draft, worker="thread")):
@@ -327,7 +331,7 @@ def test_a_draft_that_refuses_the_session_leaves_it_plain(threaded):
 
 @pytest.mark.usefixtures("slow_target")
 def test_a_restarted_draft_takes_up_running_sessions(threaded, monkeypatch):
-    monkeypatch.setattr(local, "RESTART_S", 0.05)
+    monkeypatch.setattr(link, "RESTART_S", 0.05)
     draft = threaded.taps[1]
     generation = threaded.submit(prompt(7, 20), sampled(1900))
     other = threaded.submit(prompt(8, 20), sampled(1900), Speculation(mode=Mode.PLAIN))
@@ -392,7 +396,7 @@ def test_a_draft_with_other_tokens_is_refused_before_any_worker_starts(checkpoin
     pipeline = LocalPipeline(config_of(tmp_path))
     with pytest.raises(TokenizerMismatchError, match=f"{VOCAB - 1} tokens"):
         pipeline.start()
-    assert not pipeline._target.alive
+    assert not pipeline.target.worker.alive
 
 
 def test_stopping_ends_what_is_in_progress(checkpoints):
@@ -405,11 +409,13 @@ def test_stopping_ends_what_is_in_progress(checkpoints):
 
 
 def test_a_request_that_waits_its_turn_says_how_long(checkpoints):
-    with LocalPipeline(config_of(checkpoints, max_sessions=1)) as pipeline:
+    config, both = config_of(checkpoints, max_sessions=1), threading.Event()
+    target = Tapped(EngineSpec(config.target_setup()).build, held=both)
+    with LocalPipeline(config, target_factory=target) as pipeline:
         opened = []
-        with pipeline._lock:  # nothing is decided before both are there
-            requests = [pipeline.submit(prompt(i, 9), sampled(6), on_open=lambda i=i: opened.append(i)) for i in (0, 1)]
-            assert opened == [0]
+        requests = [pipeline.submit(prompt(i, 9), sampled(6), on_open=lambda i=i: opened.append(i)) for i in (0, 1)]
+        assert opened == [0]
+        both.set()  # nothing is decided before both are there
         first, second = (request.result.timing for request in requests)
     assert opened == [0, 1]
     assert second.queue_s >= first.decode_s > 0
@@ -419,7 +425,7 @@ def test_a_request_that_waits_its_turn_says_how_long(checkpoints):
 @pytest.mark.usefixtures("forked_workers")
 def test_processes_that_are_killed(checkpoints, monkeypatch):
     """The draft's death changes no token and the draft comes back; the target's ends every request with an error."""
-    monkeypatch.setattr(local, "RESTART_S", 0.05)
+    monkeypatch.setattr(link, "RESTART_S", 0.05)
     with LocalPipeline(config_of(checkpoints, worker="process", max_sessions=2)) as pipeline:
         expected = run(pipeline, prompt(1, 30), sampled(300), Mode.PLAIN)
         assert run(pipeline, prompt(1, 30), sampled(300), Mode.SEQUENTIAL).token_ids == expected.token_ids
@@ -427,17 +433,17 @@ def test_processes_that_are_killed(checkpoints, monkeypatch):
         generation = pipeline.submit(prompt(1, 30), sampled(300))
         for _ in range(4):
             next(generation)
-        os.kill(pipeline._draft.pid, signal.SIGKILL)
+        os.kill(pipeline.draft.worker.pid, signal.SIGKILL)
         assert generation.result.token_ids == expected.token_ids
 
-        eventually(lambda: pipeline._draft_up and pipeline.num_draft_restarts == 1)
+        eventually(lambda: pipeline.draft.up and pipeline.num_draft_restarts == 1)
         result = run(pipeline, prompt(1, 30), sampled(300), Mode.SEQUENTIAL)
         assert result.token_ids == expected.token_ids
         assert result.speculation.accepted > 0
 
         generations = [pipeline.submit(prompt(i, 9), sampled(1900)) for i in range(4)]
         next(generations[0])
-        os.kill(pipeline._target.pid, signal.SIGKILL)
+        os.kill(pipeline.target.worker.pid, signal.SIGKILL)
         for generation in generations:
             with pytest.raises(EngineError, match="target engine failed: its process ended"):
                 _ = generation.result

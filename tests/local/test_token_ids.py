@@ -72,8 +72,8 @@ def test_routers_bound_ids_likewise(pipeline: LocalPipeline) -> None:
     assert TargetInfo(info.tokenizer, 10, ()).num_token_ids == _NUM_IDS
 
 
-def test_what_the_engine_refuses_is_the_fault_of_the_request(pipeline: LocalPipeline) -> None:
-    """The cache holds 128 tokens, of which the pipeline knows nothing."""
-    with pytest.raises(InvalidRequestError, match="shorten the prompt or lower max_tokens") as caught:
+def test_what_the_cache_cannot_hold_is_the_fault_of_the_request(pipeline: LocalPipeline) -> None:
+    """It holds 128 tokens, fewer than the model's context."""
+    with pytest.raises(InvalidRequestError, match="together at most 128 fit the KV cache of a target") as caught:
         _ = pipeline.generate("Say: ", max_tokens=500).result
     assert not isinstance(caught.value, EngineError)

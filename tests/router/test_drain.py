@@ -17,9 +17,7 @@ from tests.router.world import World, expected, request, result_of, without_sock
 from tests.web.support import edge_over
 from tests.web.test_fair import held as held
 
-from paceline.cli.local_metrics import Measured
 from paceline.errors import EngineError, RouterStoppedError
-from paceline.metrics.registry import Registry
 from paceline.router.service import GenerationService
 from paceline.rpc.status import RETRY_TRAILER, to_status
 from paceline.types import Request, Result
@@ -103,7 +101,7 @@ async def test_an_idle_service_drains_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_over_http_health_refusals_and_events_say_that_the_service_stops(held) -> None:
     pipeline, target = held
-    service = GenerationService(Measured(pipeline, Registry(), "m"))
+    service = GenerationService(pipeline.router)
     app = make_app(edge_over(service, playground=False))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -9,8 +9,9 @@ import pytest
 
 from paceline.messages import Commit, Hint, States
 from paceline.router import link as link_module
-from paceline.router.link import DRAFT, DraftLink, Link
+from paceline.router.link import DRAFT, Link
 from paceline.router.pool import Member
+from paceline.router.replica import DraftLink
 from paceline.types import ReplicaStatus
 
 DELAY_S = 0.1

@@ -74,7 +74,7 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counted(router: Router, name: str = "PoisonRequestError") -> float:
     """Failed requests by reason."""
-    return router.metrics._registry.counter(FAILED, name)._value.get()  # type: ignore[no-any-return]
+    return router.metrics.registry.counter(FAILED, name)._value.get()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("at", [0, 5, 9], ids=["in its prompt", "at its third token", "later"])

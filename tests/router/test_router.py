@@ -29,12 +29,17 @@ NOWHERE = Member("target-0", "127.0.0.1:1")
 STATUS = ReplicaStatus("target-0", "target", incarnation=1, num_sessions=0, num_waiting=0, max_sessions=8)
 
 
-@contextlib.asynccontextmanager
-async def running(clock: Clock) -> AsyncIterator[Router]:
+def lonely(clock: Clock, kind: type[Router] = Router) -> Router:
     """A router whose only target cannot be reached."""
     metrics = RouterMetrics(Registry("router"), "none")
     info = TargetInfo(Letters(), 256, ())  # type: ignore[arg-type]
-    router = Router(info, StaticPool("target", [NOWHERE]), None, RouterConfig(), metrics=metrics, clock=clock)
+    return kind(info, StaticPool("target", [NOWHERE]), None, RouterConfig(), metrics=metrics, clock=clock)
+
+
+@contextlib.asynccontextmanager
+async def running(clock: Clock) -> AsyncIterator[Router]:
+    """One that has been started."""
+    router = lonely(clock)
     await router.start()
     try:
         yield router

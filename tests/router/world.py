@@ -20,8 +20,9 @@ from paceline.messages import CloseSession, Echo, OpenSession, Outcome
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.router.admission import TargetInfo
-from paceline.router.link import DraftLink, Link, TargetLink
+from paceline.router.link import Link
 from paceline.router.pool import Member, StaticPool
+from paceline.router.replica import DraftLink, TargetLink
 from paceline.router.router import Router
 from paceline.types import Cause, FinishReason, ReplicaStatus, Request, Result, Round, SamplingParams
 

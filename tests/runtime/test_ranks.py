@@ -286,7 +286,7 @@ def test_an_idle_target_ends_with_its_rank_too(checkpoints: Path) -> None:
         (rank,) = running_ranks()
         os.kill(rank, signal.SIGKILL)
         end = time.monotonic() + 60.0
-        while pipeline._failure is None and time.monotonic() < end:
+        while pipeline.ready and time.monotonic() < end:
             time.sleep(0.05)
         with pytest.raises(EngineError, match="target rank 1"):
             pipeline.submit("abc")
@@ -300,7 +300,7 @@ def test_a_draft_that_has_lost_a_rank_is_started_again(checkpoints: Path, plain:
         os.kill(rank, signal.SIGKILL)
         assert outputs(pipeline, MODES[1:2])[0] == plain
         end = time.monotonic() + 60.0
-        while not (pipeline._draft_up and pipeline.num_draft_restarts) and time.monotonic() < end:
+        while not (pipeline.draft.up and pipeline.num_draft_restarts) and time.monotonic() < end:
             time.sleep(0.05)
         assert pipeline.num_draft_restarts == 1
         speculation = pipeline.generate("abc", SamplingParams(max_tokens=40, seed=1), MODES[1]).result.speculation
@@ -315,7 +315,7 @@ def test_a_rank_is_not_left_when_its_leader_is_killed(checkpoints: Path) -> None
     with LocalPipeline(
         config_of(checkpoints, timeout_s=SHORT_TIMEOUT_S, target=2, draft=None, worker="process")
     ) as pipeline:
-        leader = pipeline._target._leader.pid
+        leader = pipeline.target.worker._leader.pid
         (rank,) = running_ranks()
         os.kill(leader, signal.SIGKILL)
         assert gone(rank), "a rank ends with the first one"

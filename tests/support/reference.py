@@ -46,6 +46,7 @@ _OURS = {
     "SpeculationStats": ("add",),
 }
 _CONNECTION = "client/connection.py"
+_LOCAL = "local/pipeline.py"
 _STREAM = ("wake",)
 SECTIONS: list[tuple[str, str, list[Entry]]] = [
     (
@@ -70,8 +71,8 @@ SECTIONS: list[tuple[str, str, list[Entry]]] = [
             "`draft_config.engine_kwargs`; drafters without a model are in `paceline.config` as well."
         ),
         [
-            Entry("paceline.local.LocalPipeline", "local.py", hidden=("load", "run", "limits", "info")),
-            Entry("paceline.local.LocalGeneration", "local.py", hidden=("deliver", "fail", "take"), made=False),
+            Entry("paceline.local.LocalPipeline", _LOCAL, hidden=("load", "info")),
+            Entry("paceline.local.LocalGeneration", _LOCAL, hidden=("put", "close", "take", "session"), made=False),
             Entry("paceline.config.LocalConfig", "config/local.py", hidden=("target_setup", "draft_setup")),
             Entry("paceline.config.TargetModel", "config/local.py"),
             Entry("paceline.config.DraftModel", "config/local.py"),
@@ -195,7 +196,7 @@ def _text(file: str, node: ast.AST | None) -> str:
 def _spelled() -> dict[str, str]:
     """Names at the top of the sources that stand for a number or for another type, and what they stand for."""
     found = {"TokenId": "int"}
-    for file in ("types.py", "local.py", "client/connection.py"):
+    for file in ("types.py", _LOCAL, "client/connection.py"):
         for node in ast.parse(_source(file)).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 name, value = node.targets[0].id, ast.get_source_segment(_source(file), node.value) or ""

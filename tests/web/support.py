@@ -12,8 +12,10 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
+from paceline.router.service import GenerationService
 from paceline.security.access import Access
 from paceline.web.app import make_app
 from paceline.web.service import Edge
@@ -22,7 +24,8 @@ MODEL = "tests/target"
 
 
 def edge_over(service, *, keys=None, require_tls=False, **options):
-    """An edge without keys unless they are given."""
+    """An edge without keys unless they are given, over a service or a pipeline."""
+    service = GenerationService(service.router) if isinstance(service, LocalPipeline) else service
     access = Access(keys, AccessMetrics(Registry()), require_tls=require_tls)
     return Edge(MODEL, service, access, **options)
 

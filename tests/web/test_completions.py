@@ -192,14 +192,13 @@ def test_a_client_that_leaves_ends_its_request(url, pipeline):
         connection = http.client.HTTPConnection(host, timeout=60)
         body = {"prompt": "lazy", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        wait(lambda: pipeline._active)
+        wait(lambda: pipeline.router.active)
         if stream:
             connection.getresponse().read(10)
         connection.close()
         if connection.sock is not None:
             connection.sock.close()
-        wait(lambda: not pipeline._active)
-    assert not pipeline._running
+        wait(lambda: not pipeline.router.active)
 
 
 def wait(condition):

@@ -99,10 +99,10 @@ async def test_one_request_with_all_places_and_the_whole_queue_shuts_nobody_out(
         assert error["param"] == "n"
 
         many = asyncio.create_task(ask("ka", PLACES + LIMIT))
-        while len(pipeline._active) < PLACES or len(pipeline._waiting) < LIMIT:
+        while pipeline.router.num_running < PLACES or pipeline.router.num_queued < LIMIT:
             await asyncio.sleep(0.01)
         other = asyncio.create_task(ask("kb", 1))
-        while len(pipeline._waiting) <= LIMIT:
+        while pipeline.router.num_queued <= LIMIT:
             assert not other.done()
             await asyncio.sleep(0.01)
         if with_keys:

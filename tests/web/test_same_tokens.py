@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from types import SimpleNamespace
 
 import pytest
 from tests.support.models import prompt
@@ -47,9 +46,8 @@ def drawn(seed):
 
 @pytest.fixture(scope="module")
 def service(pipeline):
-    """What the ingress has: requests over a router, which here is the pipeline."""
-    router = SimpleNamespace(generate=pipeline.run, info=pipeline.info, limits=pipeline.limits, ready=True)
-    return GenerationService(router)
+    """What the ingress has: requests over a router, which here is the pipeline's."""
+    return GenerationService(pipeline.router)
 
 
 @pytest.fixture(scope="module")

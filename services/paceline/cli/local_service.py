@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import socket
@@ -12,23 +13,25 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from prometheus_client import generate_latest
 
 from paceline import logs
 from paceline.checkpoint.chat import load_chat
 from paceline.cli.local_grpc import LocalPublic, serve_grpc
 from paceline.cli.local_http import BoundedProtocol
-from paceline.cli.local_metrics import Measured
 from paceline.cli.startup import StartView, next_steps, tell_ready
 from paceline.config import (
     EMBEDDED_TARGET,
     DraftModel,
     LocalConfig,
     ModelDraftConfig,
+    RouterConfig,
     ServerConfig,
     ServiceConfig,
     TargetModel,
@@ -41,6 +44,8 @@ from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
+from paceline.metrics.replica import ReplicaMetrics
+from paceline.metrics.router import RouterMetrics
 from paceline.metrics.tracing import Tracing, trace_headers
 from paceline.preflight.ports import bind, refusal
 from paceline.router.service import GenerationService
@@ -56,6 +61,8 @@ log = logging.getLogger(__name__)
 _GOODBYE_S = 5
 _RELOAD_S = 1.0
 _SIGNAL_S = 0.1
+_OF_OTHERS = {"recovery_timeout_s", "cold_start_timeout_s", "page_move_timeout_s", "deployment_config"}
+"""Keys of ``router_config`` that are about several replicas."""
 _TIMEOUTS = {"target_timeout_s", "draft_timeout_s"}
 """Keys of ``router_config`` that are the pipeline's where there is no router. Left out they are longer than a router's,
 which has other targets to go to."""
@@ -66,6 +73,7 @@ def serve_local(
     server: ServerConfig,
     model_id: str = EMBEDDED_TARGET,
     tracing_config: TracingConfig | None = None,
+    router: RouterConfig | None = None,
 ) -> None:
     """Serves until a signal arrives; SIGINT leaves as KeyboardInterrupt.
 
@@ -82,9 +90,10 @@ def serve_local(
         files = CertificateFiles.at("server.tls", tls.certificate, tls.key, tls.client_ca, "client_ca")
     certificates = None if files is None else Certificates(files)
     server = _with_grpc_port(server)
-    pipeline, registry = LocalPipeline(config), Registry()
+    registry = Registry()
+    pipeline = LocalPipeline(config, router=router, metrics=RouterMetrics(registry, model_id))
     tracing = None if tracing_config is None else Tracing.open(model_id, **tracing_config.arguments)
-    edge = local_edge(pipeline, server, model_id, keys, registry, tracing)
+    edge = local_edge(pipeline, server, model_id, keys, tracing)
     assert isinstance(edge.service, GenerationService)
     public = LocalPublic(pipeline, edge.service, edge.access, edge.model_id)
     with contextlib.closing(_listening(server)) as listening, contextlib.ExitStack() as stack:
@@ -155,14 +164,14 @@ def local_of(config: ServiceConfig) -> LocalConfig:
     parts: dict[str, tuple[Strict | None, set[str]]] = {
         "target_config": (target, {"model_loading_config", "engine_kwargs"}),
         "draft_config": (draft, {"kind", "model_loading_config", "engine_kwargs"}),
-        "router_config": (config.router_config, {"generation_config", *_TIMEOUTS}),
+        "router_config": (config.router_config, set(RouterConfig.model_fields) - _OF_OTHERS),
         "server": (config.server, set(ServerConfig.model_fields)),
         "": (config, {"target_config", "draft_config", "router_config", "server", "tracing"}),
     }
     for place, (part, served) in parts.items():
         for name in sorted(set() if part is None else part.model_fields_set - served):
             key = f"{place}.{name}".removeprefix(".")
-            raise ConfigError(f"{key} is set with --local, which has no replicas, no routers and no logs of them")
+            raise ConfigError(f"{key} is set with --local, which has one target, one router and no logs of them")
     models = {"target_config": target, "draft_config": draft if isinstance(draft, ModelDraftConfig) else None}
     for place, model in models.items():
         if model is not None and model.model_loading_config.tokenizer_source is not None:
@@ -192,7 +201,6 @@ def local_edge(
     server: ServerConfig,
     model_id: str,
     keys: KeyRing | None = None,
-    registry: Registry | None = None,
     tracing: Tracing | None = None,
 ) -> Edge:
     """The edge of HTTP over a pipeline of this machine. Raises ConfigError for a template that cannot be read."""
@@ -205,16 +213,22 @@ def local_edge(
         tool_parser=server.tool_call_parser,
         reasoning_parser=server.reasoning_parser,
     )
-    registry = registry or Registry()
+    registry = pipeline.metrics.registry
     names = server.served_model_name or (model_id,)
-    measured = Measured(pipeline, registry, model_id)
+    replicas = {kind: ReplicaMetrics(registry) for kind in ("target", "draft")}
+
+    async def page() -> str:
+        for status in itertools.chain(*pipeline.server_info().pools.values()):
+            replicas[status.kind].update(replace(status, model=model_id))
+        return generate_latest(registry).decode()
+
     kept = LOCAL_BYTES if server.responses_store_bytes is None else server.responses_store_bytes
     return Edge(
         names[0],
-        GenerationService(measured, tracing, shares_cache=server.share_cache_between_keys),
+        GenerationService(pipeline.router, tracing, shares_cache=server.share_cache_between_keys),
         Access(keys, AccessMetrics(registry)),
         server.max_message_bytes,
-        metrics=measured.page,
+        metrics=page,
         chat=chat,
         status=partial(asyncio.to_thread, pipeline.server_info),
         aliases=names[1:],

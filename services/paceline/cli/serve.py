@@ -268,7 +268,7 @@ def _run_local(args: argparse.Namespace) -> int:
 
     config = read_config(args)
     model_id = config.target_config.model_loading_config.model_id
-    serve_local(local_of(config), config.server, model_id, config.tracing)
+    serve_local(local_of(config), config.server, model_id, config.tracing, config.router_config)
     return EXIT_DONE
 
 

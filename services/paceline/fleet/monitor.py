@@ -24,8 +24,9 @@ from paceline.fleet.report import Report
 from paceline.metrics import catalogue
 from paceline.metrics.declaration import Kind, Metric, Samples, Value
 from paceline.metrics.engines import declared
+from paceline.metrics.rates import number, speculation_rates, total
 from paceline.metrics.registry import Registry, family
-from paceline.types import MISSES, Cause, ReplicaStatus, ServerInfo, Startup
+from paceline.types import ReplicaStatus, ServerInfo, Startup
 
 log = logging.getLogger(__name__)
 
@@ -131,12 +132,6 @@ class Monitor:
                 continue
             share = busy.get(status.replica_id, 0.0)
             pools.setdefault(kind, []).append(replace(status, draining=status.draining or drains, busy_share=share))
-        drafts, drafted, accepted = (
-            _sum(totals, metric) for metric in (catalogue.DRAFTS, catalogue.DRAFT_TOKENS, catalogue.ACCEPTED_TOKENS)
-        )
-        rounds = totals.get(catalogue.ROUNDS.name, {})
-        hits = _number(rounds.get((Cause.HIT.value,), 0.0))
-        misses = sum(_number(rounds.get((cause.value,), 0.0)) for cause in MISSES)
         return ServerInfo(
             version=installed_version(),
             uptime_s=self._clock() - self._started_s,
@@ -144,11 +139,9 @@ class Monitor:
                 kind: tuple(sorted(statuses, key=lambda status: status.replica_id))
                 for kind, statuses in sorted(pools.items())
             },
-            sessions_running=int(_sum(gauges, catalogue.REQUESTS_RUNNING)),
-            sessions_queued=int(_sum(gauges, catalogue.REQUESTS_WAITING)),
-            acceptance_rate=accepted / drafted if drafted else 0.0,
-            acceptance_length=1.0 + (accepted / drafts if drafts else 0.0),
-            hit_rate=hits / (hits + misses) if hits + misses else 0.0,
+            sessions_running=int(total(gauges, catalogue.REQUESTS_RUNNING)),
+            sessions_queued=int(total(gauges, catalogue.REQUESTS_WAITING)),
+            **speculation_rates(totals),
             sessions_speculating=fleet.speculating if fleet is not None else 0,
             sessions_drafting=fleet.drafting if fleet is not None else 0,
             scaling=self.autoscaler.overview(self._clock()),
@@ -224,7 +217,7 @@ class Monitor:
                     elif metric.per_replica:
                         summed[(*labels, source.report.source_id)] = value
                     else:
-                        summed[labels] = _number(summed.get(labels, 0.0)) + _number(value)
+                        summed[labels] = number(summed.get(labels, 0.0)) + number(value)
         gauges[catalogue.REPLICAS_UP.name] = {(kind,): up.get(kind, 0.0) for kind in {"router", "target", "draft", *up}}
         return gauges
 
@@ -259,15 +252,6 @@ def _join(operation: Callable[[float, float], float], left: Value, right: Value)
         return tuple(operation(a, b) for a, b in zip(left, right, strict=True))
     assert not isinstance(right, tuple)
     return operation(left, right)
-
-
-def _number(value: Value) -> float:
-    assert not isinstance(value, tuple)
-    return value
-
-
-def _sum(values: Mapping[str, _Values], metric: Metric) -> float:
-    return sum(_number(value) for value in values.get(metric.name, {}).values())
 
 
 def _families(values: Samples) -> Iterator[Family]:

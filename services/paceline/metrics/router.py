@@ -87,7 +87,8 @@ class RouterMetrics:
     """Metrics of a router: one method per event. Calls take microseconds; no call is made per token."""
 
     def __init__(self, registry: Registry, model_name: str) -> None:
-        self._registry = registry
+        self.registry = registry
+        """Holds them."""
         self._model = model_name
         self._drafts = registry.counter(DRAFTS, model_name)
         self._draft_tokens = registry.counter(DRAFT_TOKENS, model_name)
@@ -148,7 +149,7 @@ class RouterMetrics:
             self._draft_tokens.inc(num_drafted)
             per_pos = self._accepted_per_pos
             while len(per_pos) < num_drafted:
-                per_pos.append(self._registry.counter(ACCEPTED_PER_POS, self._model, str(len(per_pos))))
+                per_pos.append(self.registry.counter(ACCEPTED_PER_POS, self._model, str(len(per_pos))))
             if num_accepted:
                 self._accepted_tokens.inc(num_accepted)
                 for counter in per_pos[:num_accepted]:
@@ -187,25 +188,25 @@ class RouterMetrics:
     def failed(self, reason: str) -> None:
         """An admitted request ended in an error; ``reason`` is one of few, such as the name of its status code."""
         self._ended["error"].inc()
-        self._registry.counter(FAILED, reason).inc()
+        self.registry.counter(FAILED, reason).inc()
 
     def rejected(self, reason: str) -> None:
         """A request was refused before it became a session; ``reason`` is one of few."""
-        self._registry.counter(REJECTED, reason).inc()
+        self.registry.counter(REJECTED, reason).inc()
         if reason == "queue_full":
             self._queue_full.inc()
 
     def dropped(self, kind: str, count: int = 1) -> None:
         """``count`` messages of a kind were stale or malformed, and dropped."""
-        self._registry.counter(DROPPED, kind).inc(count)
+        self.registry.counter(DROPPED, kind).inc(count)
 
     def moved(self, reason: str) -> None:
         """A session continues on another target: ``failover`` or ``drain``."""
-        self._registry.counter(MOVED, reason).inc()
+        self.registry.counter(MOVED, reason).inc()
 
     def draft_reopened(self, reason: str) -> None:
         """A session was re-opened on a draft."""
-        self._registry.counter(REOPENED, reason).inc()
+        self.registry.counter(REOPENED, reason).inc()
 
     def sessions(self, waiting: int, running: int, homeless: int) -> None:
         """Sets the number of sessions in each state."""

@@ -16,12 +16,12 @@ from paceline.config import RouterConfig
 from paceline.errors import InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.metrics.router import RouterMetrics
 from paceline.metrics.tracing import RequestSpans
-from paceline.router.link import DraftLink, TargetLink
 from paceline.router.losses import Losses
-from paceline.router.outlet import Outlet
+from paceline.router.outlet import Sink
 from paceline.router.pool import Lease
 from paceline.router.preparation import Preparation
 from paceline.router.queue import FairQueue
+from paceline.router.replica import DraftLink, TargetLink
 from paceline.router.retry import RetryHints
 from paceline.router.session import Session
 from paceline.types import PAGE_SIZE, ReplicaStatus, Request, Result, SamplingParams
@@ -124,8 +124,8 @@ class ActiveRequest:
     token_ids: tuple[int, ...]
     """The tokens of the prompt."""
     arrived_s: float
-    outlet: Outlet
-    """Chunks that the client has not taken yet; it is flushed for a result or an error."""
+    outlet: Sink
+    """Takes the chunks; it is closed for a result or an error."""
     opened_s: float | None = None
     """Time when it was opened on its first target."""
     target: TargetLink | None = None
@@ -142,8 +142,10 @@ class ActiveRequest:
     result: Result | None = None
     error: PacelineError | None = None
     last_chunk_s: float = 0.0
-    admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the request leaves the queue, for a target or because it has ended."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the request has a result or an error."""
+    on_open: Callable[[], None] = lambda: None
+    """Called when it is opened on its first target."""
     spans: RequestSpans | None = None
     """None: the request leaves no trace."""
 
@@ -184,8 +186,10 @@ class Admission:
         self._hints = RetryHints()
         self.preparation = Preparation(config.max_queued_requests, config.max_queued_requests, "long prompts")
 
-    async def prepare(self, request: Request, targets: Sequence[ReplicaStatus]) -> ActiveRequest:
+    async def prepare(self, request: Request, targets: Sequence[ReplicaStatus], outlet: Sink) -> ActiveRequest:
         """Tokenizes a request and checks it against the limits of the model and of the ``targets`` that are up.
+
+        ``outlet``: takes its chunks.
 
         Raises InvalidRequestError if it can never be served.
         """
@@ -211,7 +215,7 @@ class Admission:
         make_session = functools.partial(info.session, session_id, request, token_ids, sampling, self._clock)
         # the text of what was generated is made again, token by token
         session = await asyncio.to_thread(make_session) if len(generated) > _MANY_TOKENS else make_session()
-        return ActiveRequest(request, session, token_ids, arrived_s, Outlet(self._config.chunk_window_s))
+        return ActiveRequest(request, session, token_ids, arrived_s, outlet)
 
     async def _tokenized(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         """Token ids of a prompt. Long texts wait their turn for a thread, which leaves the loop to the streams."""
@@ -247,6 +251,7 @@ class Admission:
         """Records that a request is opened on its first target; returns how long it has waited, in seconds."""
         active.opened_s = now = self._clock()
         self._metrics.admitted(now - active.arrived_s)
+        active.on_open()
         return now - active.arrived_s
 
     def enqueue(self, active: ActiveRequest) -> None:

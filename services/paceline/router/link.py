@@ -13,19 +13,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 from grpc import aio
 
+from paceline.config import RouterConfig
 from paceline.messages import Echo, FromDraft, FromTarget, Hint, States, ToDraft, ToTarget
+from paceline.metrics.router import RouterMetrics
 from paceline.router.pool import Member
-from paceline.router.relay import Relay
-from paceline.router.session import Session
+from paceline.router.replica import Connect, OnChange, OnMessages, ReplicaLink, Sent
 from paceline.rpc import protocol
 from paceline.rpc.streams import decode_from_draft, decode_from_target, encode_to_draft, encode_to_target
 from paceline.rpc.transport import TOKEN_KEY, channel
 from paceline.security.certificates import Certificates
-from paceline.types import UNSTATED_PROTOCOL, ReplicaStatus
+from paceline.types import ReplicaStatus
 from paceline.v1 import draft_pb2_grpc, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 MAX_STATES_BYTES = 64 << 20
 """States and hints that wait to be written; more are dropped."""
 
-Sent = TypeVar("Sent")
 Received = TypeVar("Received")
 
 
@@ -61,8 +61,8 @@ class _StreamEnded(Exception):
     """Ends the tasks of a stream; the message is the reason."""
 
 
-class Link(Generic[Sent, Received]):
-    """A replica as one router sees it. All methods and callbacks run on the event loop."""
+class Link(ReplicaLink[Sent], Generic[Sent, Received]):
+    """The stream to one replica. All methods and callbacks run on the event loop."""
 
     def __init__(
         self,
@@ -83,18 +83,9 @@ class Link(Generic[Sent, Received]):
         seconds, which is measured with heartbeats, one at a time. ``on_dropped`` gets the kind of each message that is
         dropped because the stream is too slow.
         """
-        self.member = member
+        super().__init__(member)
         self.kind = kind
-        self.up = False
-        self.reason = "not connected yet"
-        """Reason why the link is down."""
-        self.status: ReplicaStatus | None = None
-        """The replica's latest status."""
         self.num_malformed = 0
-        self.relay = Relay()
-        """This router's sessions on the replica. Owned by the router."""
-        self.most_with_drafts: int | None = None
-        """The most sessions for which a target wants drafts, as it said last; None: any number. Owned by the router."""
         self._on_messages, self._on_change = on_messages, on_change
         self._on_latency, self._on_dropped = on_latency, on_dropped
         self._silence_s, self._token, self._certificates = silence_s, token, certificates
@@ -103,7 +94,6 @@ class Link(Generic[Sent, Received]):
         self._wake = asyncio.Event()
         self._seen_at = 0.0  # when the latest batch came
         self._echo_ns = 0  # when the echo that is on its way was sent; 0: none is
-        self._num_others = 0
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
 
@@ -132,41 +122,6 @@ class Link(Generic[Sent, Received]):
             return False
         self._states_bytes += len(aside.packed)
         return True
-
-    @property
-    def sessions(self) -> dict[str, Session]:
-        """This router's sessions on the replica, by session id."""
-        return self.relay.sessions
-
-    @property
-    def load(self) -> int:
-        """Sessions on the replica: this router's, and other routers' as of the last heartbeat."""
-        return len(self.sessions) + self._num_others
-
-    @property
-    def max_sessions(self) -> int:
-        """Number of sessions that the replica serves at once; 0 before its first status."""
-        return self.status.max_sessions if self.status is not None else 0
-
-    @property
-    def protocol(self) -> int:
-        """Version of the protocol that the replica speaks, by its latest status."""
-        return UNSTATED_PROTOCOL if self.status is None else self.status.protocol
-
-    @property
-    def numerics(self) -> str:
-        """Digest of what decides the bits of the replica's logits, by its latest status; empty: not known."""
-        return "" if self.status is None else self.status.numerics
-
-    @property
-    def has_room(self) -> bool:
-        """True if the replica would serve one more session at once."""
-        return self.load < self.max_sessions
-
-    @property
-    def crowded(self) -> bool:
-        """True if a target has more sessions than it wants drafts for."""
-        return self.most_with_drafts is not None and self.load > self.most_with_drafts
 
     def _queue(self, messages: Sequence[Sent | Echo]) -> None:
         self.outbox.extend(messages)
@@ -287,7 +242,7 @@ class Link(Generic[Sent, Received]):
     def _note(self, status: ReplicaStatus) -> None:
         before = self.standing
         self.status = status
-        self._num_others = max(0, status.num_sessions - len(self.sessions))
+        self.num_others = max(0, status.num_sessions - len(self.sessions))
         if not self.up:
             if status.busy_s > self._silence_s:  # it still hangs
                 return
@@ -314,5 +269,17 @@ class Link(Generic[Sent, Received]):
         self._on_change(self)
 
 
-TargetLink: TypeAlias = Link[ToTarget, FromTarget]
-DraftLink: TypeAlias = Link[ToDraft, FromDraft]
+def streams(
+    config: RouterConfig, metrics: RouterMetrics, token: str = "", certificates: Certificates | None = None
+) -> Connect:
+    """Makes links by gRPC. ``token`` is the one that replicas ask for, ``certificates`` are what they are shown."""
+    shown: dict[str, Any] = {"token": token, "certificates": certificates}
+
+    def connect(kind: str, member: Member, on_messages: OnMessages, on_change: OnChange) -> ReplicaLink[Any]:
+        told: dict[str, Any] = {"on_messages": on_messages, "on_change": on_change, **shown}
+        if kind == TARGET.name:
+            return Link(member, TARGET, silence_s=config.target_timeout_s, **told)
+        told |= {"on_latency": metrics.draft_link, "on_dropped": metrics.dropped}
+        return Link(member, DRAFT, silence_s=config.draft_timeout_s, **told)
+
+    return connect

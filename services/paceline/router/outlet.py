@@ -8,6 +8,7 @@ Every chunk costs the router about the same: its protobuf or JSON, and a write t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +28,16 @@ class Timers(Protocol):
     def call_at(self, when: float, callback: Callable[[], object], /) -> asyncio.TimerHandle: ...
 
 
+class Sink(Protocol):
+    """Takes the output of one request, on the router's event loop."""
+
+    def put(self, chunk: Chunk, /) -> None:
+        """Takes a chunk, in the order of the output."""
+
+    def close(self) -> None:
+        """Takes the end: there is a result or an error now, and no further chunk."""
+
+
 class Outlet:
     """What waits for one client. Owned by the event loop.
 
@@ -42,6 +53,8 @@ class Outlet:
         self._due = asyncio.Event()
         self._came_s = self._left_s = -math.inf
         self._timer: asyncio.TimerHandle | None = None
+        self.closed = False
+        """True once no further chunk comes."""
 
     def __len__(self) -> int:
         """Number of rounds that wait."""
@@ -62,8 +75,13 @@ class Outlet:
         is_fast = now - self._came_s < self._window_s / 2
         return is_fast and now < self._left_s + self._window_s and not chunk.last
 
+    def close(self) -> None:
+        """Takes the end, for which nothing waits."""
+        self.closed = True
+        self.flush()
+
     def flush(self) -> None:
-        """Ends the wait, also for a result or an error."""
+        """Ends the wait."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -78,6 +96,24 @@ class Outlet:
         """Everything that waits, in as few chunks as can hold it."""
         chunks, self._waiting, self._left_s = self._waiting, [], self._timers.time()
         return joined(chunks) if self._window_s else chunks
+
+
+class FarOutlet(Outlet):
+    """An outlet on another event loop than its router's: on the one that made it."""
+
+    def __init__(self, window_s: float) -> None:
+        super().__init__(window_s)
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, chunk: Chunk) -> None:
+        self._pass(super().put, chunk)
+
+    def close(self) -> None:
+        self._pass(super().close)
+
+    def _pass(self, function: Callable[..., None], *args: Chunk) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+            self._loop.call_soon_threadsafe(function, *args)
 
 
 def joined(chunks: Sequence[Chunk]) -> list[Chunk]:

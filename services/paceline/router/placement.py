@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from paceline.errors import EngineError
 from paceline.router.admission import ActiveRequest
-from paceline.router.link import DraftLink, Link, TargetLink
 from paceline.router.pool import Lease, Member, Pool
+from paceline.router.replica import DraftLink, ReplicaLink, TargetLink
 from paceline.rpc import protocol
 from paceline.types import PAGE_SIZE, ReplicaStatus
 
@@ -30,7 +30,7 @@ NUM_COMPARED = 4
 """Up to this number of replicas, the least loaded one is chosen; among more, the better of two at random."""
 _RANDOM = Random()
 
-AnyLink = TypeVar("AnyLink", bound=Link[Any, Any])
+AnyLink = TypeVar("AnyLink", bound=ReplicaLink[Any])
 
 
 class LinkPool(Generic[AnyLink]):

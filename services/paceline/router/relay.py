@@ -1,6 +1,6 @@
 """The relay between targets and drafts: sessions by id, and what their engines' messages mean for them.
 
-Sans-IO: no loop, no lock, no clock. Its owner (``Router``, ``LocalPipeline``, the tests' ``Pump``) decides who sends an
+Sans-IO: no loop, no lock, no clock. Its owner (``Router``, the tests' ``Pump``) decides who sends an
 outbox, when, and what "another target" is.
 """
 

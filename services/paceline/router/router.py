@@ -33,11 +33,13 @@ from paceline.messages import CloseSession, FromDraft, FromTarget, ToDraft, ToTa
 from paceline.metrics.router import RouterMetrics
 from paceline.metrics.tracing import RequestSpans
 from paceline.router.admission import ActiveRequest, Admission, TargetInfo
-from paceline.router.link import DRAFT, TARGET, DraftLink, Link, TargetLink
+from paceline.router.link import streams
 from paceline.router.losses import poisonous
+from paceline.router.outlet import Outlet, Sink
 from paceline.router.placement import LinkPool, Placement, outdated
 from paceline.router.pool import Member, Pool
 from paceline.router.relay import Outbox
+from paceline.router.replica import Connect, DraftLink, TargetLink
 from paceline.router.session import Actions
 from paceline.security.certificates import Certificates
 from paceline.types import Chunk, ReplicaStatus, Request, Result, RouterView, request_key
@@ -62,17 +64,22 @@ class Router:
         metrics: RouterMetrics,
         token: str = "",
         certificates: Certificates | None = None,
+        connect: Connect | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``token`` is the one that the replicas ask for, ``certificates`` are what this router shows them."""
-        self._certificates = certificates
+        """``connect`` makes the links; None: streams, where replicas ask for ``token`` and see ``certificates``."""
         self.info = info
         self.router_id = secrets.token_hex(4)
-        self._config, self.metrics, self._token, self._clock = config, metrics, token, clock
+        self._config, self.metrics, self._clock = config, metrics, clock
+        self._connect = connect or streams(config, metrics, token, certificates)
+        self.closed: PacelineError | None = None
+        """The error of all requests that come; None: they are served."""
+        self.chunk_window_s = config.chunk_window_s
+        """Longest wait of a round for others of its stream."""
         self.limits = config.limits
         """Bounds of a request."""
-        self.targets = LinkPool(targets, self._make_target_link)
-        self.drafts = None if drafts is None else LinkPool(drafts, self._make_draft_link)
+        self.targets = LinkPool(targets, self._link_to_target)
+        self.drafts = None if drafts is None else LinkPool(drafts, self._link_to_draft)
         self.placement = Placement(
             self.targets, self.drafts, self.router_id, trial_s=2 * config.target_timeout_s, clock=clock
         )
@@ -89,29 +96,11 @@ class Router:
         self._main: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None  # while the router runs
 
-    def _make_target_link(self, member: Member) -> TargetLink:
-        return Link(
-            member,
-            TARGET,
-            on_messages=self._on_target,
-            on_change=self._on_target_change,
-            silence_s=self._config.target_timeout_s,
-            token=self._token,
-            certificates=self._certificates,
-        )
+    def _link_to_target(self, member: Member) -> TargetLink:
+        return self._connect("target", member, self._on_target, self._on_target_change)
 
-    def _make_draft_link(self, member: Member) -> DraftLink:
-        return Link(
-            member,
-            DRAFT,
-            on_messages=self._on_draft,
-            on_change=self._on_draft_change,
-            on_latency=self.metrics.draft_link,
-            on_dropped=self.metrics.dropped,
-            silence_s=self._config.draft_timeout_s,
-            token=self._token,
-            certificates=self._certificates,
-        )
+    def _link_to_draft(self, member: Member) -> DraftLink:
+        return self._connect("draft", member, self._on_draft, self._on_draft_change)
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -149,6 +138,11 @@ class Router:
         for active in list(self.active.values()):
             self._fail(active, error)
 
+    def close(self, error: PacelineError) -> None:
+        """Ends all requests with an error, and all that come until ``closed`` is None again."""
+        self.closed = error
+        self.end(error)
+
     def _pools(self) -> Sequence[LinkPool[Any]]:
         return [self.targets] if self.drafts is None else [self.targets, self.drafts]
 
@@ -168,44 +162,56 @@ class Router:
             PoisonRequestError: one target after another hung or died under it, or failed it.
             DeadlineExceededError: the request took longer than ``request_timeout_s``.
         """
-        active = await self._enter(request)
+        outlet = Outlet(self.chunk_window_s)
+        active = await self.begin(request, outlet, spans)
+        try:
+            async for item in items_of(active, outlet):
+                yield item
+        finally:
+            self.leave(active)
+
+    async def begin(
+        self,
+        request: Request,
+        outlet: Sink,
+        spans: RequestSpans | None = None,
+        *,
+        on_open: Callable[[], None] = lambda: None,
+        may_wait: bool = False,
+    ) -> ActiveRequest:
+        """Serves a request or queues it; the caller calls ``leave`` at its end. Raises errors as ``generate`` does.
+
+        ``outlet`` takes its chunks. ``on_open`` is called when it is opened on a target. ``may_wait``: however many do.
+        """
+        active = await self._enter(request, outlet, may_wait=may_wait)
+        active.on_open = on_open
         if spans is not None:
             active.spans, active.session.traceparent = spans, spans.traceparent
         try:
             if active.session.result is not None:  # it lacked no more than its end, or was cancelled
                 active.result = active.session.result
-                active.outlet.flush()
+                _end(active)
             else:
                 self.admission.enqueue(active)
                 self._place_queue()
-                await active.admitted.wait()
-            while True:
-                await active.outlet.due()
-                for chunk in active.outlet.take():
-                    yield chunk
-                if len(active.outlet):
-                    continue
-                if active.error is not None:
-                    self.metrics.failed(type(active.error).__name__)
-                    raise active.error
-                if active.result is not None:
-                    yield active.result
-                    return
-        finally:
+        except BaseException:
             self.leave(active)
+            raise
+        return active
 
-    async def _enter(self, request: Request) -> ActiveRequest:
+    async def _enter(self, request: Request, outlet: Sink, *, may_wait: bool) -> ActiveRequest:
         self._require_new(request)
-        self._require_room(request)  # before anything that slows running requests
+        if not may_wait:
+            self._require_room(request)  # before anything that slows running requests
         self.entering[request.key] = False
         try:
-            active = await self.admission.prepare(request, self.targets.statuses())
+            active = await self.admission.prepare(request, self.targets.statuses(), outlet)
         finally:
             cancelled = self.entering.pop(request.key)
             error = self._entering_ends.pop(request.key, None)
         if error is not None:
             raise error
-        if not active.session.finished and not cancelled:
+        if not active.session.finished and not cancelled and not may_wait:
             self._require_room(request)
         self.active[request.key] = active
         self._by_session[active.session.session_id] = active
@@ -214,6 +220,8 @@ class Router:
         return active
 
     def _require_new(self, request: Request) -> None:
+        if self.closed is not None:
+            raise self.closed.with_traceback(None)
         if request.key in self.active or request.key in self.entering:
             raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
 
@@ -258,7 +266,6 @@ class Router:
             return False
         self.admission.leave(active)
         self._apply(active, active.session.cancel())
-        active.admitted.set()
         return True
 
     @property
@@ -279,7 +286,7 @@ class Router:
     @property
     def ready(self) -> bool:
         """True if a request would be served now, or once it has woken a pool that is scaled to zero."""
-        return bool(self.targets.open_links()) or self._asleep
+        return self.closed is None and (bool(self.targets.open_links()) or self._asleep)
 
     @property
     def _asleep(self) -> bool:
@@ -289,7 +296,7 @@ class Router:
     @property
     def trouble(self) -> str:
         """Why no request would be served now; empty if one would be."""
-        return "" if self.ready else "no target is up"
+        return "" if self.ready else str(self.closed or "no target is up")
 
     def statuses(self) -> Mapping[str, list[ReplicaStatus]]:
         """Returns the latest statuses of the replicas that are up, by kind."""
@@ -357,7 +364,6 @@ class Router:
         if draft is not None:
             self.placement.attach_draft(active, draft)
         self._apply(active, session.open(draft is not None, queue_s=queue_s))
-        active.admitted.set()
         if link.crowded:  # a target in the middle of a step does not yet know how many there are
             for other in [self._by_session[session_id] for session_id in link.sessions]:
                 self._take_draft(other)
@@ -511,11 +517,11 @@ class Router:
             return
         self.admission.leave(active)
         active.error = error
+        self.metrics.failed(type(error).__name__)
         actions = active.session.discard()
         self._apply(active, Actions(to_target=actions.to_target, to_draft=actions.to_draft))
         self._release(active)
-        active.admitted.set()
-        active.outlet.flush()
+        _end(active)
 
     # -- the relay -----------------------------------------------------------------------------------------
 
@@ -614,4 +620,24 @@ class Router:
                 active.spans.finished(actions.result)
             self._release(active)
             asyncio.get_running_loop().call_soon(self.reconcile)  # there is room now
-            active.outlet.flush()
+            _end(active)
+
+
+def _end(active: ActiveRequest) -> None:
+    active.ended.set()
+    active.outlet.close()
+
+
+async def items_of(active: ActiveRequest, outlet: Outlet) -> AsyncGenerator[Chunk | Result, None]:
+    """Yields the chunks of a request that has begun, then its result. Raises its error."""
+    while True:
+        await outlet.due()
+        for chunk in outlet.take():
+            yield chunk
+        if len(outlet) or not outlet.closed:
+            continue
+        if active.error is not None:
+            raise active.error
+        assert active.result is not None
+        yield active.result
+        return

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Requests(Protocol):
-    """Who serves the requests: a ``Router``, or the pipeline of ``paceline serve --local``."""
+    """Who serves the requests: a ``Router``, here or in a thread of its own."""
 
     @property
     def info(self) -> TargetInfo: ...

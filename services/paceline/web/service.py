@@ -25,7 +25,7 @@ def fingerprint_of(*parts: str) -> str:
 
 
 class Service(Protocol):
-    """Serves requests: ``router.service.GenerationService``, which also serves gRPC, or ``local.LocalPipeline``."""
+    """Serves requests: ``router.service.GenerationService``, which also serves gRPC."""
 
     @property
     def info(self) -> TargetInfo:
