@@ -89,6 +89,7 @@ def test_a_family_is_accepted_by_both_or_refused_by_both(names: tuple[str, ...],
 SETTINGS: list[tuple[str, dict[str, Any], bool]] = [
     ("llama", {"quantization": "int8"}, True),
     ("llama", {"quantization": "int4", "kv_cache_dtype": "fp8"}, True),
+    ("llama4_text", {"quantization": "int8"}, True),
     ("gpt2, our plan", {"quantization": "int8"}, False),
     ("jamba", {"quantization": "int8"}, False),
     ("llama", {"attention": "triton"}, False),

@@ -84,7 +84,7 @@ def adopt_chunks(model: PreTrainedModel, name: str) -> Chunks | None:
             if not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name} has attention_chunk_size {size}: a number of tokens is needed")
         if layer.attn_temperature_tuning and not layer.use_rope:
-            longest, device = config.max_position_embeddings, layer.q_proj.weight.device
+            longest, device = config.max_position_embeddings, model.device
             layer.temperature = Temperature(layer.attn_scale, layer.floor_scale, longest, device)
             layer.attn_temperature_tuning = False  # its own takes the place in the call
     return None if size is None else Chunks(size)
