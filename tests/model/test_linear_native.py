@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,14 +136,14 @@ def differing(library: ctypes.CDLL, spec: LinearSpec, dtype: torch.dtype, seed: 
     ],
 )
 def test_bits_are_those_of_the_reference(spec: LinearSpec, dtype: torch.dtype, seeds: int) -> None:
-    library = native.load(native.SOURCE)
+    library = native.LIBRARY.load()
     for seed in range(seeds):
         assert differing(library, spec, dtype, seed) == 0, f"seed {seed}"
 
 
 def test_threads_that_help_change_no_bit() -> None:
     """Key heads in another order, as by threads; and all of them are computed by the helpers."""
-    library, done = native.load(native.SOURCE), []
+    library, done = native.LIBRARY.load(), []
     work = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
     @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, work, ctypes.c_void_p)
@@ -207,7 +208,8 @@ def test_mistakes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     path = tmp_path / "native.cpp"
     path.write_text(with_faults(native.SOURCE, FAULTS.values()), encoding="utf-8")
-    library = native.load(path)
+    options = (*native.LIBRARY.options, f"-I{native.SOURCE.parent}")
+    library = replace(native.LIBRARY, source=path, options=options).load()
     assert not any(differing(library, SMALL, BF16, seed) for seed in range(6)), "without a fault it is right"
     for number, name in enumerate(FAULTS):
         monkeypatch.setenv("FAULT", str(number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import logging
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -47,6 +49,58 @@ def compiled(source: Path, digest: str, options: Sequence[str], purpose: str) ->
     except OSError as error:
         raise EngineError(f"the cache {path.parent} cannot be written: {error.strerror or error}") from error
     return path
+
+
+@dataclass(frozen=True)
+class Library:
+    """The shared library of a C++ source, for ctypes."""
+
+    source: Path
+    purpose: str
+    """Its name in the log."""
+    options: tuple[str, ...] = ()
+    """Of the compiler, in addition to the common ones."""
+    headers: tuple[Path, ...] = ()
+    """Headers of the package that the source includes."""
+    of_torch: bool = True
+    """True: it uses the operators of torch."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the sources, their options, the machine's instruction set and torch's version."""
+        facts = f"{machine()} {self.options}"
+        if self.of_torch:
+            import torch
+
+            facts = f"{torch.__version__} {facts}"
+        sources = b"".join([path.read_bytes() for path in (self.source, *self.headers)])
+        return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if ``load`` would compile nothing."""
+        return library_path(self.source, self.digest).exists()
+
+    def load(self, mode: int = ctypes.RTLD_LOCAL, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+        """The library, compiled if it never was. Raises EngineError with the reason if it cannot be had.
+
+        ``mode``: ``RTLD_GLOBAL`` where compiled models look for its symbols.
+        """
+        included = [f"-I{path.parent}" for path in self.headers]
+        options = (*self.options, *included, *(torch_options() if self.of_torch else ()))
+        path = compiled(self.source, self.digest, options, self.purpose)
+        try:
+            return kind(str(path), mode=mode, use_errno=True)
+        except OSError as error:
+            raise EngineError(f"{path.name} could not be loaded: {error}") from error
+
+    def load_or_warn(self, otherwise: str, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL | None:
+        """``load``; None if that fails: the log says what happens ``otherwise``, and why."""
+        try:
+            return self.load(kind=kind)
+        except EngineError as error:
+            log.warning("%s, which is slower: %s", otherwise, error)
+            return None
 
 
 def extension(

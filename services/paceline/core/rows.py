@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
 import math
 from collections.abc import Sequence
 from operator import lt, sub
@@ -22,16 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.native import compiled, machine
-from paceline.errors import EngineError
+from paceline.core.native import Library
 
-SOURCE = Path(__file__).with_suffix(".cpp")
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+LIBRARY = Library(Path(__file__).with_suffix(".cpp"), "the passes over vocabulary rows", _OPTIONS, of_torch=False)
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _MAX_TOKENS = 2**31
 Masks = NDArray[np.uint8]
 """[rows, bytes]: bit v % 8 of byte v // 8 is set if token v of the row may be taken; others count as -inf."""
-log = logging.getLogger(__name__)
 
 
 def usable(x: Tensor, *dtypes: torch.dtype) -> bool:
@@ -540,17 +536,8 @@ def _call(name: str, *arguments: object) -> None:
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
-    try:
-        library = ctypes.CDLL(str(compiled(SOURCE, _digest(), _OPTIONS, "the passes over vocabulary rows")))
-    except (EngineError, OSError) as error:
-        log.warning("tokens are drawn by torch, which is slower: %s", error)
-        return None
-    library.paceline_probability.restype = ctypes.c_double
-    library.paceline_verify.restype = ctypes.c_bool
+    library = LIBRARY.load_or_warn("tokens are drawn by torch")
+    if library is not None:
+        library.paceline_probability.restype = ctypes.c_double
+        library.paceline_verify.restype = ctypes.c_bool
     return library
-
-
-def _digest() -> str:
-    """Digest of the source, its options and the machine's instruction set, for which it is compiled."""
-    facts = f"{machine()} {_OPTIONS}"
-    return hashlib.blake2b(SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()

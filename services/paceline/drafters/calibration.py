@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
 import math
 from array import array
 from bisect import bisect_right
@@ -25,8 +23,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from paceline.core.native import compiled, machine
-from paceline.errors import EngineError
+from paceline.core.native import Library
 from paceline.messages import record
 
 _EDGES = tuple(0.03 * 2.0**i for i in range(10))
@@ -39,9 +36,9 @@ _WEIGHT = 8.0
 ACCEPTANCE = 0.75
 """Share of draft tokens that the target is taken to accept before any was tried."""
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-_OPTIONS = ("-ffp-contract=off",)
-log = logging.getLogger(__name__)
+LIBRARY = Library(
+    Path(__file__).with_suffix(".cpp"), "the calibration of drafts", ("-ffp-contract=off",), of_torch=False
+)
 
 
 @record
@@ -291,23 +288,16 @@ def expect_address() -> int:
 
 
 @functools.cache
-def load_library() -> ctypes.PyDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once.
 
     Its calls take some microseconds and keep the interpreter lock.
     """
-    try:
-        library = ctypes.PyDLL(str(compiled(SOURCE, _digest(), _OPTIONS, "the calibration of drafts")))
-    except (EngineError, OSError) as error:
-        log.warning("probabilities of nodes are computed by Python, which is slower: %s", error)
+    library = LIBRARY.load_or_warn("probabilities of nodes are computed by Python", ctypes.PyDLL)
+    if library is None:
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.paceline_expect.argtypes = [integer, ctypes.c_double, *[pointer] * 8]
     library.paceline_observe.argtypes = [pointer, integer, pointer, integer, integer]
     library.paceline_expect.restype = library.paceline_observe.restype = None
     return library
-
-
-def _digest() -> str:
-    """Digest of the source, its options and the machine's instruction set."""
-    return hashlib.blake2b(SOURCE.read_bytes() + f"{machine()} {_OPTIONS}".encode(), digest_size=8).hexdigest()

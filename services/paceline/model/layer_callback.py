@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paceline.core.native import compiled, torch_options
-from paceline.errors import EngineError
+from paceline.core.native import Library
 from paceline.model.states import find_layers
 
 Listener = Callable[[Tensor], None]
 """Receives states ``[R, hidden]``: one for each row of logits of a step, then rows of padding."""
-SOURCE = Path(__file__).with_suffix(".cpp")
+LIBRARY = Library(Path(__file__).with_suffix(".cpp"), "the call from the middle of a step")
 
 
 class _Here(threading.local):
@@ -94,7 +92,7 @@ def key() -> str:
         EngineError: it cannot be compiled.
     """
     load_library()
-    return _digest()
+    return LIBRARY.digest
 
 
 def compiled_shims() -> dict[Any, list[str]]:
@@ -111,11 +109,7 @@ def _tell(states: Tensor, index: Tensor) -> None:
 @functools.cache
 def load_library() -> tuple[ctypes.CDLL, Any]:
     """The library, and the function that it calls. Registers the operator."""
-    path = compiled(SOURCE, _digest(), torch_options(), "the call from the middle of a step")
-    try:
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
-    except OSError as error:
-        raise EngineError(f"{path.name} could not be loaded: {error}") from error
+    library = LIBRARY.load(ctypes.RTLD_GLOBAL)
     told = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(_told)
     library.paceline_layer_callback.argtypes, library.paceline_layer_callback.restype = [type(told)], None
     library.paceline_layer_callback(told)
@@ -134,9 +128,3 @@ def _told(*handles: int) -> None:
 
 _capsule_of = ctypes.pythonapi.PyCapsule_New
 _capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-
-
-@functools.cache
-def _digest() -> str:
-    """Digest of the source and torch's version."""
-    return hashlib.blake2b(SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()

@@ -397,8 +397,8 @@ def prepare(
                 scales = known.get(i, UNSCALED) if each.value_dim else UNSCALED  # of latents none are known
                 layers[i] = replace(each, is_fp8=True, scales=scales)
     scale_pages(model, layers)
-    products_at_hand = cpu_linear.at_hand()
-    never = compile == "later" and not (cpu_attention.at_hand() and products_at_hand)
+    products_built = cpu_linear.is_built()
+    never = compile == "later" and not (cpu_attention.is_built() and products_built)
     choose = partial(
         kernel_for,
         device=model.device,

@@ -126,7 +126,7 @@ def random_layer(spec: LinearSpec, dtype: torch.dtype, tokens: int) -> tuple[Lin
 
 def native_way(step: LinearStep, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec) -> Callable[[], object]:
     """A step of all layers by the operator, called as compiled models do: without the interpreter's part."""
-    numbers, library = torch.tensor(step.encode()), native.load(native.SOURCE)
+    numbers, library = torch.tensor(step.encode()), native.LIBRARY.load()
     calls = [native.pack(*native.arguments(numbers, pools, spec, gates)) for pools, gates in layers]
     return lambda: [library.paceline_linear_attention(packed) for packed, *_ in calls]
 

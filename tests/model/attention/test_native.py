@@ -462,10 +462,11 @@ def test_compiled_models_call_it_without_the_interpreter(with_sinks: bool, tmp_p
 _INVARIANCE = """
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from paceline.model.attention import native as cpu_attention
-cpu_attention.SOURCE = Path(sys.argv[1])
-cpu_attention._OPTIONS = (*cpu_attention._OPTIONS, *sys.argv[2:])
+library = cpu_attention.LIBRARY
+cpu_attention.LIBRARY = replace(library, source=Path(sys.argv[1]), options=(*library.options, *sys.argv[2:]))
 assert cpu_attention.unavailable() is None
 from tests.model.attention.test_native import DTYPES, by_definition, num_different, random_inputs
 inputs = [random_inputs(s, dtype=d, pages=4, row_len=5) for s in range(3) for d in DTYPES]

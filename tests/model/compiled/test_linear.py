@@ -431,7 +431,7 @@ def test_native_products_need_the_instructions(bf16: bool, monkeypatch: pytest.M
     monkeypatch.setattr(cpu_linear, "library_path", lambda *_: Path("not there"))
     assert cpu_linear.usable() == bf16
     assert (cpu_linear.key() == "none") != bf16
-    assert cpu_linear.at_hand() != bf16
+    assert cpu_linear.is_built() != bf16
 
 
 @needs_products

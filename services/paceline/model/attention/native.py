@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.native import compiled, library_path, machine, torch_options
+from paceline.core.native import Library
 from paceline.errors import EngineError
 from paceline.types import PAGE_SIZE
 
 DTYPES = (torch.bfloat16, torch.float32)
 SOURCE = Path(__file__).with_suffix(".cpp")
-_HEADERS = (SOURCE.with_name("lanes.h"), SOURCE.parents[1] / "exponential.h")
-_OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno")
+LIBRARY = Library(
+    SOURCE,
+    "the attention over pages",
+    ("-march=native", "-ffp-contract=off", "-fno-math-errno"),
+    (SOURCE.with_name("lanes.h"), SOURCE.parents[1] / "exponential.h"),
+)
 _PAGE_SIZE = 64
 log = logging.getLogger(__name__)
 
@@ -49,10 +52,9 @@ def unavailable() -> str | None:
     return None
 
 
-def at_hand() -> bool:
+def is_built() -> bool:
     """True if ``unavailable`` would compile nothing: the library is in the cache, or this machine cannot run it."""
-    capable = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return not capable or library_path(SOURCE, _digest()).exists()
+    return torch.backends.cpu.get_cpu_capability() != "AVX512" or LIBRARY.is_compiled
 
 
 def attend(
@@ -135,19 +137,7 @@ def compiled_shims() -> dict[Any, list[str]]:
 
 @functools.cache
 def load_operator() -> ctypes.CDLL:
-    """The library, whose operator is registered, compiled if it never was. Raises EngineError with the reason if it
-    cannot be."""
-    path = compiled(SOURCE, _digest(), (*_OPTIONS, *torch_options()), "the attention over pages")
-    try:
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
-    except OSError as error:
-        raise EngineError(f"{path.name} could not be loaded: {error}") from error
+    """The library, whose operators are registered. Raises EngineError as ``Library.load``."""
+    library = LIBRARY.load(ctypes.RTLD_GLOBAL)
     library.paceline_attention_share.restype = None
     return library
-
-
-def _digest() -> str:
-    """Digest of the sources, their compiler options, torch's version and the machine's instruction set."""
-    facts = f"{torch.__version__} {machine()} {_OPTIONS}"
-    sources = b"".join([path.read_bytes() for path in (*_HEADERS, SOURCE)])
-    return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()

@@ -234,7 +234,7 @@ def _load(path: Path, kernel: Kernel) -> StepFunction:
     """The step of a package; threads that help with its products help with its attention, too."""
     if kernel == "native" and cpu_linear.usable():
         cpu_attention.share_by(cpu_linear.sharer())
-        if linear_attention.at_hand() and linear_attention.unavailable() is None:
+        if linear_attention.is_built() and linear_attention.unavailable() is None:
             linear_attention.share_by(cpu_linear.sharer())
     return load_package(path)
 

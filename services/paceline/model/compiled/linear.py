@@ -60,7 +60,7 @@ def usable() -> bool:
     return has_use() and load_library() is not None
 
 
-def at_hand() -> bool:
+def is_built() -> bool:
     """True if ``usable`` would compile nothing: the library is in the cache, or this machine has no use for it."""
     return not has_use() or library_path(SOURCE, _digest(SOURCE)).exists()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import re
 import tempfile
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import rows
-from paceline.core.native import compiled, machine, torch_options
+from paceline.core.native import Library
 from paceline.core.noise import Stream
 from paceline.errors import EngineError
 from paceline.model import layout
@@ -48,8 +47,9 @@ _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, 
 _capsule_of = ctypes.pythonapi.PyCapsule_New
 _capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-_OPTIONS = ("-march=native",)
+LIBRARY = Library(
+    Path(__file__).with_suffix(".cpp"), "the call of compiled steps", ("-march=native",), (layout.HEADER,)
+)
 _HUGE_PAGE, _LARGE = 1 << 21, 1 << 24
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux; there are no such files as are read below elsewhere
 NEEDS_EXECUTOR = b"aoti_torch_proxy_executor_call_function("
@@ -257,11 +257,8 @@ def _results(handles: ctypes.Array[ctypes.c_void_p]) -> Any:
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
-    options = (*_OPTIONS, f"-I{layout.HEADER.parent}", *torch_options())
-    try:
-        library = ctypes.CDLL(str(compiled(SOURCE, _digest(), options, "the call of compiled steps")))
-    except (EngineError, OSError) as error:
-        log.warning("the inputs of compiled steps are made one by one, which is slower: %s", error)
+    library = LIBRARY.load_or_warn("the inputs of compiled steps are made one by one")
+    if library is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.paceline_run_step.argtypes = [pointer, pointer, pointer, pointer, number, pointer, number]
@@ -269,13 +266,6 @@ def load_library() -> ctypes.CDLL | None:
     library.paceline_run_chain.argtypes = [*[pointer] * 5, number, *[pointer] * 6]
     library.paceline_run_chain.restype = number
     return library
-
-
-def _digest() -> str:
-    """Digest of the sources, their options, torch's version and the machine's instruction set."""
-    facts = f"{torch.__version__} {machine()} {_OPTIONS}"
-    sources = SOURCE.read_bytes() + layout.HEADER.read_bytes()
-    return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
 
 
 def large_mappings() -> Iterator[tuple[int, int]]:

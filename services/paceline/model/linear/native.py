@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import struct
 from collections.abc import Sequence
@@ -24,14 +23,18 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.linear import CHUNK, Kind, LinearSpec
-from paceline.core.native import compiled, library_path, machine, torch_options
+from paceline.core.native import Library
 from paceline.errors import EngineError
 from paceline.model.linear.operator import Gates, LinearPools, run_selective
 
 DTYPES = (torch.bfloat16, torch.float32)
 SOURCE = Path(__file__).with_suffix(".cpp")
-_HEADER = SOURCE.parents[1] / "exponential.h"
-_OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
+LIBRARY = Library(
+    SOURCE,
+    "the operator of linear attention",
+    ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"),
+    (SOURCE.parents[1] / "exponential.h",),
+)
 _ROWS_OF_CPP = 16
 _NO_MEMORY, _UNFIT = 2, 3
 _TENSORS = (
@@ -158,31 +161,19 @@ def compiled_shims() -> dict[Any, list[str]]:
 
 def key() -> str:
     """Part of a compiled step's cache key that names the operator."""
-    return _digest(SOURCE)
+    return LIBRARY.digest
 
 
-def at_hand() -> bool:
+def is_built() -> bool:
     """True if ``unavailable`` would compile nothing: the library is in the cache, or this machine cannot run it."""
-    capable = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return not capable or library_path(SOURCE, _digest(SOURCE)).exists()
-
-
-def load(source: Path, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
-    """The library of ``source``, compiled if it never was. Raises EngineError with the reason if it cannot be."""
-    options = (*_OPTIONS, f"-I{SOURCE.parent}", *torch_options())
-    path = compiled(source, _digest(source), options, "the operator of linear attention")
-    try:
-        library = ctypes.CDLL(str(path), mode=mode)
-    except OSError as error:
-        raise EngineError(f"{path.name} could not be loaded: {error}") from error
-    library.paceline_linear_attention_share.restype = None
-    return library
+    return torch.backends.cpu.get_cpu_capability() != "AVX512" or LIBRARY.is_compiled
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The library, whose operator is registered. Compiled models look for its symbols."""
-    library = load(SOURCE, ctypes.RTLD_GLOBAL)
+    """The library, whose operator is registered. Raises EngineError as ``Library.load``."""
+    library = LIBRARY.load(ctypes.RTLD_GLOBAL)
+    library.paceline_linear_attention_share.restype = None
     torch.library.define("paceline::linear_attention", _SCHEMA)
     torch.library.impl("paceline::linear_attention", "CPU", functools.partial(call, library))
     torch.library.register_fake("paceline::linear_attention", _fake)
@@ -192,10 +183,3 @@ def load_library() -> ctypes.CDLL:
 def _fake(numbers: Tensor, inputs: Tensor, *rest: Any) -> Tensor:
     states, value_heads = rest[7], rest[15]
     return inputs.new_empty(inputs.shape[0], value_heads, states.shape[3])
-
-
-def _digest(source: Path) -> str:
-    """Digest of the sources, their compiler options, torch's version and the machine's instruction set."""
-    facts = f"{torch.__version__} {machine()} {_OPTIONS}"
-    sources = source.read_bytes() + _HEADER.read_bytes()
-    return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -22,12 +21,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.core.native import COMPILE_LIMIT_S, compiled, torch_options
+from paceline.core.native import COMPILE_LIMIT_S, Library
 from paceline.errors import EngineError
 from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
 from paceline.model.parallel.peers import open_peers
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+LIBRARY = Library(Path(__file__).with_suffix(".cpp"), "the operators of tensor parallelism")
 _TOKEN_BYTES = 16
 _SUMMED = (torch.bfloat16, torch.float32, torch.float16)
 log = logging.getLogger(__name__)
@@ -164,7 +163,7 @@ class SharedMemoryCollectives(Collectives):
         }
 
     def compiled_key(self) -> str:
-        return f"{self.degree} {self._number} {_digest()}"
+        return f"{self.degree} {self._number} {LIBRARY.digest}"
 
     def failure(self) -> str | None:
         text = ctypes.create_string_buffer(1024)
@@ -179,14 +178,8 @@ class SharedMemoryCollectives(Collectives):
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The operators, compiled if they never were. Raises EngineError with the reason if they cannot be."""
-    path = compiled(SOURCE, _digest(), torch_options(), "the operators of tensor parallelism")
-    try:
-        library = ctypes.CDLL(
-            str(path), mode=ctypes.RTLD_GLOBAL, use_errno=True
-        )  # compiled models look for its symbols
-    except OSError as error:
-        raise EngineError(f"{path.name} could not be loaded: {error}") from error
+    """The operators. Raises EngineError as ``Library.load``."""
+    library = LIBRARY.load(ctypes.RTLD_GLOBAL)
     library.paceline_ranks_bytes.restype = ctypes.c_size_t
     library.paceline_ranks_attach.restype = ctypes.c_int64
     library.paceline_ranks_attach.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double]
@@ -194,12 +187,6 @@ def load_library() -> ctypes.CDLL:
     library.paceline_ranks_close.restype = None
     library.paceline_ranks_failure.restype = ctypes.c_size_t
     return library
-
-
-@functools.cache
-def _digest() -> str:
-    """Digest of the operators' source and torch's version."""
-    return hashlib.blake2b(SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
 
 
 def _host() -> str:
