@@ -13,8 +13,8 @@ import pytest
 import torch
 from tests.support.models import FAMILIES, random_model
 
-from paceline.core import noise, verification
 from paceline.core import rows as native
+from paceline.core import verification
 from paceline.core.deferred import DeferredChecks, check_now, download, upload
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates, process
@@ -70,16 +70,6 @@ def test_deciding_at_once_is_deciding(dtype: torch.dtype, monkeypatch: pytest.Mo
         at_once = decide_at_once(logits, rows, proposals)
         assert at_once == verdicts
         assert decide(logits, rows, proposals, rules) == verdicts
-
-
-def test_where_the_exact_logarithm_decides_nothing_is_decided_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "MARGIN", 50.0)
-    rng = random.Random(1)
-    state = SamplerState(SamplingParams(temperature=1.0), 5, (1, 2), vocab_size=VOCAB)
-    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
-    assert decide_at_once(logits, [Row(state)], [Proposal()]) is None
-    greedy = SamplerState(SamplingParams(temperature=0), rng.getrandbits(64), (1, 2), vocab_size=VOCAB)
-    assert decide_at_once(logits, [Row(greedy)], [Proposal()]) is not None
 
 
 def test_a_flat_distribution_under_top_p_is_not_decided_at_once() -> None:

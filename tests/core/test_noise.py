@@ -168,24 +168,12 @@ def test_gumbel_argmax_equals_the_dense_definition(native, seed, rows, vocab_siz
     with pytest.MonkeyPatch.context() as patch:
         if not native:
             patch.setattr(noise.native, "usable", lambda *_: False)
+            patch.setattr(noise, "CPU_CACHED_TOKENS", 600)  # rows are taken piecewise
         assert torch.equal(gumbel_argmax(log_weights, seeds, positions, Stream.RECOVER), scores.argmax(-1))
-
-
-def test_close_scores_are_decided_by_the_exact_noise(monkeypatch):
-    """In torch with a wide margin most rows take the exact path: it agrees, and so do rows taken piecewise."""
-    seeds, positions = keys(*[(3, n) for n in range(200)])
-    log_weights = torch.zeros(200, 50)
-    expected = (gumbel(seeds, positions, Stream.COUPLED, 50)).argmax(-1)
-    assert torch.equal(gumbel_argmax(log_weights, seeds, positions, Stream.COUPLED), expected)
-    monkeypatch.setattr(noise.native, "usable", lambda *_: False)
-    monkeypatch.setattr(noise, "MARGIN", 2.0)
-    monkeypatch.setattr(noise, "CPU_CACHED_TOKENS", 1000)
-    assert torch.equal(gumbel_argmax(log_weights, seeds, positions, Stream.COUPLED), expected)
 
 
 def test_equal_scores_go_to_the_lower_id(monkeypatch):
     monkeypatch.setattr(noise.native, "usable", lambda *_: False)  # test_rows.py has its ties
-    monkeypatch.setattr(noise, "fast_gumbel", lambda words: torch.zeros(words.shape, dtype=torch.float64))
     monkeypatch.setattr(noise, "exact_gumbel", lambda words: torch.zeros(words.shape))
     seeds, positions = keys((1, 1), (1, 2))
     log_weights = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 0.0]])

@@ -80,12 +80,17 @@ def _shifted(part, self, session, leaves):
     return made
 
 
+def _hide(own_rows, rows):
+    for own in own_rows:
+        own[:] = [row for row in own if row not in rows]
+
+
 @mutant(ModelDrafter, "part_of")
 def _unseen(part, self, session, leaves):
     """A token of the tree without a row is taken to have been computed."""
     made = part(self, session, leaves)
     others = set(made.node_rows) - {leaf.node_id for leaf, _ in leaves}
-    made.step.visible[-K:, [made.node_rows[node] for node in others]] = False
+    _hide(made.step.own_rows[-K:], [made.node_rows[node] for node in others])
     return made
 
 
@@ -94,7 +99,7 @@ def _kept(part, self, session, leaves):
     """Pending tokens are forgotten once something below them is computed."""
     made = part(self, session, leaves)
     if leaves[0][0].path and made.num_pending:
-        made.step.visible[made.num_pending :, list(made.step.rows[: made.num_pending])] = False
+        _hide(made.step.own_rows[made.num_pending :], made.step.rows[: made.num_pending])
     return made
 
 

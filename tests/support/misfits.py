@@ -205,22 +205,20 @@ def drawn(rng: random.Random) -> None:
     fan_outs, top_k = [*numbers(rng, num_rows, 3)], [*numbers(rng, num_rows, n)]
     small = rng.choice((-1, 0, 1, 2, n, n + 1))
     flags = [True] * num_rows
-    call = rng.randrange(9)
+    call = rng.randrange(8)
     if call == 0:
         rows.pick(x, each, keys, 1, top_k=top_k, num_best=small)
     elif call == 1:
         rows.pick(x, each, keys, 1, behind=([*numbers(rng, num_rows, n)], [*numbers(rng, num_rows, 1)]))
     elif call == 2:
-        rows.unlisted(x, each, keys, 1, ids[:, : max(0, small)], num_best=2)
-    elif call == 3:
         rows.largest(x, small)
-    elif call == 4:
+    elif call == 3:
         rows.rank(ids, log_q, keys, flags, 1, small)
-    elif call == 5:
+    elif call == 4:
         rows.sample(ids, log_q, keys, 1, [1.0] * num_rows, [*numbers(rng, num_rows, n)])
+    elif call == 5:
+        rows.guess(ids, log_q, keys, 1, [0] * num_rows, fan_outs, flags)
     elif call == 6:
-        rows.guess(ids, log_q, small, 0.0, keys, 1, [0] * num_rows, fan_outs, flags)
-    elif call == 7:
         given: Any = {"top_k": top_k, "floors": [-9.0] * num_rows, "scales": [1.0] * num_rows, "fan_outs": fan_outs}
         rows.draft(
             x, each, keys, keys, masks=None, m=small, unlisted=flags, num_best=2, shift=0.0, streams=(1, 2), **given

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from paceline.core import cuda
 from paceline.core import rows as native
-from paceline.core.deferred import Check, check_now
 
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -40,11 +39,6 @@ _SERIES = tuple(1.0 / (2 * i + 1) for i in range(12))
 MAX_GUMBEL = -math.log(-math.log1p(-(2.0**-33))) + 1e-5
 MIN_GUMBEL = -math.log(33 * math.log(2.0)) - 1e-5
 """No Gumbel value lies outside [MIN_GUMBEL, MAX_GUMBEL]: about -3.13 to 22.87."""
-
-MARGIN = 1e-5
-"""Bounds how much library logarithms in place of exact ones change the distance of two scores: twice the
-float32 rounding of a Gumbel value (2^-24 * 32 / 2 = 1e-6), the error of a float64 logarithm being far below
-it."""
 
 CPU_CACHED_TOKENS = 2**17
 """Tokens whose intermediate values (some 24 bytes each) stay in a core's cache; more go piecewise on CPUs."""
@@ -124,68 +118,33 @@ def fast_gumbel_at(
 
 def uniform(seeds: Tensor, positions: Tensor, stream: Stream, lane: int = 0) -> Tensor:
     """[rows] float64 multiples of 2^-53 in [0, 1). Lanes of one position and stream are independent."""
-    if seeds.device.type == "cpu":
-        found = native.uniform(_native_keys(seeds, positions, None), stream, lane)
-        if found is not None:
-            return torch.tensor(found, dtype=torch.float64)
     lanes = torch.full_like(positions, lane)
     words = philox(_counter(lanes, positions, stream, None), _key(seeds))
     return ((words[0] << 21) | (words[1] >> 11)).to(torch.float64) * 2.0**-53
 
 
 def gumbel_argmax(
-    log_weights: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    stream: Stream,
-    nonces: Tensor | None = None,
-    check: Check = check_now,
+    log_weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, nonces: Tensor | None = None
 ) -> Tensor:
     """A sample of each row's softmax: argmax_v(``log_weights[row, v] + gumbel[row, v]``).
-
-    The sum is taken in float64 of the exact float32 noise; equal sums go to the lower id. One pass does it:
-    ``rows.cpp`` on the CPU, ``cuda_rows.py`` on CUDA. The torch form replaces both and saves time in two ways, both
-    exact. Noise is bounded, so a token more than MAX_GUMBEL - MIN_GUMBEL below its row's maximum cannot win and gets
-    none. The exact logarithm is evaluated only where the device's own leaves more than one token in reach of the
-    maximum.
 
     Args:
         log_weights: [rows, vocab] float, not NaN, need not be normalized; -inf never wins. Every row needs a
         finite value.
-        check: with ``DeferredChecks`` torch gives every token noise, and a check fails where the exact logarithm is
-        needed.
 
     Returns:
         [rows] int64 token ids.
     """
-    rows, vocab_size = log_weights.shape
-    if rows == 0:
-        return torch.empty(0, dtype=torch.int64, device=log_weights.device)
-    if check is check_now and _is_native(log_weights):
-        return native.gumbel_max(log_weights, _native_keys(seeds, positions, nonces), stream, 0)[0]
-    if cuda.usable(log_weights):
-        return _on_cuda(log_weights, seeds, positions, nonces, stream, 0)[1]
-    rows_at_once = max(1, CPU_CACHED_TOKENS // vocab_size)
-    if rows > rows_at_once and log_weights.device.type == "cpu":
-        parts = [slice(i, i + rows_at_once) for i in range(0, rows, rows_at_once)]
-        return torch.cat(
-            [
-                gumbel_argmax(
-                    log_weights[at], seeds[at], positions[at], stream, None if nonces is None else nonces[at], check
-                )
-                for at in parts
-            ]
-        )
-    in_reach, winners = candidates_in_reach(log_weights, seeds, positions, stream, nonces, 0, check)
-    if not check(in_reach.sum() != rows):
-        return winners
-    return _sparse_scores(log_weights, in_reach, seeds, positions, stream, nonces, 0, exact=True).argmax(-1)
+    return gumbel_max(log_weights, seeds, positions, stream, 0, nonces)[1]
 
 
 def gumbel_max(
-    log_weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, first: int
+    log_weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, first: int, nonces: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Runs ``gumbel_argmax`` on a part of the vocabulary: the part with the largest score has the sample of the whole.
+
+    Sums are taken in float64 of the exact float32 noise; equal ones go to the lower id. One pass does it: ``rows.cpp``
+    on the CPU, ``cuda_rows.py`` on CUDA. Torch stands in for both.
 
     Args:
         log_weights: [rows, tokens] float, of the tokens [first, first + tokens). May hold -inf only.
@@ -194,22 +153,21 @@ def gumbel_max(
         Scores [rows] float64 and token ids [rows] int64. Equal scores of two parts go to the lower id.
     """
     if _is_native(log_weights):
-        token_ids, best = native.gumbel_max(log_weights, _native_keys(seeds, positions, None), stream, first)
+        token_ids, best = native.gumbel_max(log_weights, _native_keys(seeds, positions, nonces), stream, first)
         return best, token_ids
     if cuda.usable(log_weights):
-        return _on_cuda(log_weights, seeds, positions, None, stream, first)
-    in_reach, _ = candidates_in_reach(log_weights, seeds, positions, stream, None, first, check_now)
-    scores = _sparse_scores(log_weights, in_reach, seeds, positions, stream, None, first, exact=True)
-    best, token_ids = scores.max(-1)
+        from paceline.core import cuda_rows  # imports triton
+
+        return cuda_rows.gumbel_max(log_weights, seeds, positions, nonces, stream, first)
+    num_rows, num_tokens = log_weights.shape
+    at_once = max(1, CPU_CACHED_TOKENS // num_tokens if log_weights.device.type == "cpu" else num_rows)
+    best, token_ids = torch.empty(num_rows).to(seeds.device, torch.float64), torch.empty_like(seeds)
+    for start in range(0, num_rows, at_once):
+        own = slice(start, start + at_once)
+        last = None if nonces is None else nonces[own]
+        words = _dense_words(seeds[own], positions[own], stream, num_tokens, last, first)
+        best[own], token_ids[own] = exact_gumbel(words).to(torch.float64).add_(log_weights[own]).max(-1)
     return best, token_ids + first
-
-
-def _on_cuda(
-    log_weights: Tensor, seeds: Tensor, positions: Tensor, nonces: Tensor | None, stream: Stream, first: int
-) -> tuple[Tensor, Tensor]:
-    from paceline.core import cuda_rows  # imports triton
-
-    return cuda_rows.gumbel_max(log_weights, seeds, positions, nonces, stream, first)
 
 
 def _is_native(log_weights: Tensor) -> bool:
@@ -220,47 +178,6 @@ def _native_keys(seeds: Tensor, positions: Tensor, nonces: Tensor | None) -> lis
     last = torch.zeros_like(positions) if nonces is None else nonces
     keys: list[int] = torch.stack((seeds, positions, last), dim=-1).flatten().tolist()
     return keys
-
-
-def candidates_in_reach(
-    log_weights: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    stream: Stream,
-    nonces: Tensor | None,
-    first: int,
-    check: Check,
-) -> tuple[Tensor, Tensor]:
-    """The tokens that may have the largest exact score, [rows, tokens] bool, and each row's likeliest one, [rows]."""
-    rows, num_tokens = log_weights.shape
-    cutoff = log_weights.amax(-1, keepdim=True) - (MAX_GUMBEL - MIN_GUMBEL + 1)  # 1: room for rounding
-    can_win = log_weights >= cutoff
-    if check is not check_now or 4 * int(can_win.sum()) >= rows * num_tokens:
-        scores = fast_gumbel(_dense_words(seeds, positions, stream, num_tokens, nonces, first)).add_(log_weights)
-    else:
-        scores = _sparse_scores(log_weights, can_win, seeds, positions, stream, nonces, first, exact=False)
-    best, winners = scores.max(-1, keepdim=True)
-    return scores >= best - MARGIN, winners.squeeze(-1)
-
-
-def _sparse_scores(
-    log_weights: Tensor,
-    where: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    stream: Stream,
-    nonces: Tensor | None,
-    first: int,
-    *,
-    exact: bool,
-) -> Tensor:
-    """Scores of the tokens in ``where``, [rows, vocab] float64; -inf elsewhere. Column 0 is token ``first``."""
-    row, token = where.nonzero(as_tuple=True)
-    words = _words_at(seeds[row], positions[row], stream, token + first, None if nonces is None else nonces[row])
-    noise = exact_gumbel(words).to(torch.float64) if exact else fast_gumbel(words)
-    scores = torch.full(log_weights.shape, -math.inf, dtype=torch.float64, device=log_weights.device)
-    scores[row, token] = noise.add_(log_weights[row, token])
-    return scores
 
 
 def _key(seeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +217,7 @@ def _unit_interval(words: Tensor) -> Tensor:
 
 
 def fast_gumbel(words: Tensor) -> Tensor:
-    """Gumbel noise, float64, of random words of any shape, by the library's logarithms: within ``MARGIN`` of exact."""
+    """Gumbel noise, float64, of random words of any shape, by the library's logarithms: within 2e-6 of exact."""
     return _unit_interval(words).log_().neg_().log_().neg_()
 
 

@@ -941,12 +941,6 @@ double paceline_probability(const char* ids, const char* probs, int64_t n, int64
   return std::abs(sum - 1) <= tolerance ? found / sum : 0;
 }
 
-// noise.uniform of `rows` keys: seed, position and nonce of each.
-void paceline_uniform(const int64_t* keys, int64_t rows, int stream, int64_t lane, double* out) {
-  for (int64_t row = 0; row < rows; ++row)
-    out[row] = uniform(Key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream}, lane);
-}
-
 // Decides chains of draft tokens by the rejection rule (verification.py). Session s owns the rows from starts[s] up to
 // starts[s + 1]. Row r decides the draft token `drafted[r]`, drawn from the `sizes[r]` packed ids and probabilities of its
 // q, 0: there is none; the last row of a session decides none. `keys` of a row: seed, position, and the digest of the text

@@ -120,45 +120,6 @@ def pick(
     return ids, logprobs
 
 
-def unlisted(
-    x: Tensor,
-    temperatures: Sequence[float],
-    keys: Sequence[int],
-    stream: int,
-    listed: Tensor,
-    *,
-    masks: Masks | None = None,
-    floors: Sequence[float] | None = None,
-    num_best: int,
-) -> tuple[Tensor, Tensor]:
-    """The tokens of each row with the largest weight + noise, except ``listed``, and their weights.
-
-    A weight is (x - x of the first listed token) / temperature.
-
-    Args:
-        x: [rows, tokens].
-        temperatures, keys, stream, masks, floors: as for ``pick``.
-        listed: [rows, m] int64.
-        num_best: tokens of each row.
-
-    Returns:
-        [rows, num_best] int64 and float32, the largest sum first; -inf: there are fewer.
-    """
-    rows = len(x)
-    listed = listed.contiguous()
-    _limited("num_best", [num_best], 1, _MAX_TOKENS)
-    _limited("a listed token", listed.flatten().tolist(), 0, x.shape[1] - 1)
-    _limited("listed", listed.shape, 1, x.shape[1] + rows)
-    ids, weights = torch.empty(rows, num_best, dtype=torch.int64), torch.empty(rows, num_best, dtype=torch.float32)
-    given = ctypes.c_float * rows
-    cuts = *_masks(masks, x), given(*(floors or (-math.inf,) * rows)), given(*temperatures)
-    within = _at(listed), _size(listed.shape[1]), _size(num_best)
-    _call(
-        "paceline_unlisted", *_rows(x), *cuts, _int64s("keys", keys, 3 * rows), stream, *within, _at(ids), _at(weights)
-    )
-    return ids, weights
-
-
 def largest(x: Tensor, m: int, masks: Masks | None = None) -> tuple[Tensor, Tensor]:
     """The m largest values of each row [rows, m] float32, descending, and their ids int64; of equal ones the lower id.
 
@@ -251,15 +212,13 @@ def sample(
 def guess(
     token_ids: Tensor,
     log_q: Tensor,
-    num_listed: int,
-    shift: float,
     keys: Sequence[int],
     stream: int,
     drawn: Sequence[int],
     fan_outs: Sequence[int],
     likeliest: Sequence[bool],
 ) -> list[tuple[list[int], list[float], list[float]]]:
-    """The siblings of the tokens ``drawn`` (``ranking.py``), from [rows, m] candidates, the last ones unlisted.
+    """The siblings of the tokens ``drawn`` (``ranking.py``), from [rows, m] candidates.
 
     Returns:
         for each row: the siblings; how far each scores below the best as a recovered token; and how far the drawn
@@ -268,12 +227,11 @@ def guess(
     rows, m = token_ids.shape
     token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
     _same(token_ids, log_q)
-    _limited("num_listed", [num_listed], 0, m)
     _limited("fan_outs", fan_outs, 1, _MAX_TOKENS)
     width = max(fan_outs) - 1
     found, counts = (ctypes.c_int64 * (rows * width))(), (ctypes.c_int64 * rows)()
     behind, bonus = (ctypes.c_double * (rows * width))(), (ctypes.c_double * (rows * (width + 1)))()
-    candidates = _at(token_ids), _at(log_q), _size(rows), _size(m), _size(num_listed), ctypes.c_float(shift)
+    candidates = _at(token_ids), _at(log_q), _size(rows), _size(m), _size(m), ctypes.c_float(0.0)
     flags = (ctypes.c_uint8 * rows)(*likeliest)
     wanted = _int64s("keys", keys, 3 * rows), stream, _int64s("drawn", drawn, rows)
     limits = _int64s("fan_outs", fan_outs, rows), flags, _size(width)
@@ -304,14 +262,14 @@ def draft(
 ) -> list[tuple[int, bytes, bytes, float, list[int], list[float], list[float]]]:
     """Draws a token of each row by the rejection rule, as a draft does, and guesses the target's, in one pass.
 
-    That is ``largest`` of the row, ``unlisted`` of the others, ``sample`` and ``guess``.
+    That is ``largest`` of the row, ``sample`` of these, and ``guess`` of these and of the likeliest others.
 
     Args:
         x: [rows, tokens] logits.
         temperatures, masks, top_k, floors: as of ``pick``; top-k and floors act within the ``m`` likeliest.
         drawing, guessing: keys of the noise for the one and for the other, three numbers per row, flat.
         m: candidates of each row, all that it may draw.
-        unlisted: True for a row whose guesses may be other tokens, ``num_best`` of them.
+        unlisted: True for a row whose guesses may be other tokens: the ``num_best`` with the largest weight + noise.
         shift: of the weight of candidates as recovered tokens, in nats.
         scales, fan_outs: as of ``sample`` and ``guess``: a row whose scale is not 1 guesses the likeliest.
         streams: of the noise for drawing and for guessing.
@@ -436,17 +394,6 @@ def verify(
         *(_int64s("keys", keys, 3 * rows), *streams, accepted, following, rejected, logprobs),
     )
     return (accepted[:], following[:], rejected[:], logprobs[:]) if decided else None
-
-
-def uniform(keys: Sequence[int], stream: int, lane: int) -> list[float] | None:
-    """``noise.uniform`` of seed bits, position and nonce of each row, flat; None: there is no library here."""
-    library = load_library()
-    if library is None:
-        return None
-    rows = len(keys) // 3
-    found = (ctypes.c_double * rows)()
-    library.paceline_uniform(_int64s("keys", keys, 3 * rows), _size(rows), stream, _size(lane), found)
-    return found[:]
 
 
 def _drawn(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core import cuda
 from paceline.core import rows as native
-from paceline.core.deferred import Check, DeferredChecks, check_now, upload
+from paceline.core.deferred import Check, check_now, upload
 from paceline.core.noise import Stream, fast_gumbel_at, gumbel_argmax
 from paceline.core.processors import Row, SamplerState, column, masks_of, truncate_
 from paceline.core.tree import Proposal
@@ -99,7 +99,7 @@ def process(logits: Tensor, rows: Sequence[Row], check: Check = check_now) -> Pr
     )
 
 
-def sample_coupled(processed: ProcessedRows, check: Check = check_now) -> Tensor:
+def sample_coupled(processed: ProcessedRows) -> Tensor:
     """The target's own token of each row: argmax_v(log p[v] + g[v]), g = 0 on greedy rows. [rows] int64.
 
     An exact sample of p (the Gumbel-max trick) that depends on p, the seed and the position only. Equal
@@ -108,17 +108,14 @@ def sample_coupled(processed: ProcessedRows, check: Check = check_now) -> Tensor
     scores = processed.scores
     if processed.num_greedy == len(scores):
         return scores.argmax(-1)
-    if not processed.num_greedy:
-        return gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, check=check)
-    if isinstance(check, DeferredChecks):  # noise for all rows: which rows need it is on the device
-        drawn = gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED, check=check)
-        return torch.where(processed.greedy, scores.argmax(-1), drawn)
-    sampled = (~processed.greedy).nonzero().squeeze(-1)
-    token_ids = scores.argmax(-1)
-    token_ids[sampled] = gumbel_argmax(
-        scores[sampled], processed.seeds[sampled], processed.positions[sampled], Stream.COUPLED
-    )
-    return token_ids
+    drawn = gumbel_argmax(scores, processed.seeds, processed.positions, Stream.COUPLED)
+    return torch.where(processed.greedy, scores.argmax(-1), drawn) if processed.num_greedy else drawn
+
+
+def sampled(processed: ProcessedRows) -> tuple[Tensor, Tensor]:
+    """The target's own token of each row and its log-probability, on the device: [rows] int64 and float32."""
+    token_ids = sample_coupled(processed)
+    return token_ids, processed.log_probs.gather(-1, token_ids.clamp(min=0)[:, None]).squeeze(-1)
 
 
 def pick(processed: ProcessedRows) -> tuple[list[int], list[float]]:
@@ -128,9 +125,7 @@ def pick(processed: ProcessedRows) -> tuple[list[int], list[float]]:
         keys = torch.stack((processed.seeds, processed.positions, nothing), dim=-1).flatten().tolist()
         picked, of_them = native.pick(processed.scores, [float(not cold) for cold in greedy], keys, Stream.COUPLED)
         return picked.squeeze(-1).tolist(), of_them.squeeze(-1).tolist()
-    token_ids = sample_coupled(processed)
-    logprobs = processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
-    own, values = torch.stack((token_ids.to(torch.float64), logprobs.to(torch.float64))).tolist()  # one transfer
+    own, values = torch.stack([each.to(torch.float64) for each in sampled(processed)]).tolist()  # one transfer
     return [int(token) for token in own], values
 
 
@@ -262,47 +257,6 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
     return token_ids, log_q
 
 
-def unlisted(logits: Tensor, rows: Sequence[Row], token_ids: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Rejection rule: tokens beyond a draft's candidates that the target may draw for one that it rejects.
-
-    A draft token is drawn from the candidates alone, so the target itself draws all probability of other tokens: half
-    of its own draws, if the distribution is flat.
-
-    Args:
-        logits: [rows, vocab], from which the candidates were taken.
-        token_ids, log_q: [rows, m] from ``draft_candidates``.
-
-    Returns:
-        token_ids and log_q [rows, w] with the normalization of the candidates; -inf where there is none. For
-        sessions with ``num_guessed``: the tokens with the largest log q + noise, by ``Stream.RECOVER``. None: no row
-        has any, or no native function draws them (another device or dtype, another processor).
-    """
-    m = token_ids.shape[1]
-    at = [i for i, row in enumerate(rows) if (s := row.state).num_guessed and s.picks_at_once and s.top_k > m]
-    if not at or m >= logits.shape[1] or not native.usable(logits, torch.float32, torch.bfloat16):
-        return None
-    whole = len(at) == len(rows)
-    of_rows = rows if whole else [rows[i] for i in at]
-    raw, listed, listed_q = (logits, token_ids, log_q) if whole else (logits[at], token_ids[at], log_q[at])
-    ids, values = native.unlisted(
-        raw,
-        [row.state.temperature for row in of_rows],
-        [part for row in of_rows for part in (row.state.seed_bits, row.position, row.text_key)],
-        Stream.RECOVER,
-        listed,
-        masks=masks_of(of_rows, raw.shape[1]),
-        floors=[row.state.log_min_p for row in of_rows],
-        num_best=max(row.state.num_guessed for row in of_rows),
-    )
-    values += listed_q[:, :1]
-    if whole:
-        return ids, values
-    all_ids = torch.zeros(len(rows), ids.shape[1], dtype=torch.int64)
-    all_values = torch.full(all_ids.shape, -math.inf)
-    all_ids[at], all_values[at] = ids, values
-    return all_ids, all_values
-
-
 def _noisiest(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
     """The tokens of each row with the largest log q + noise, as ``draft_candidates`` returns them."""
     most = max(row.state.num_ranked for row in rows)
@@ -417,12 +371,9 @@ def best_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[list[int
     )
 
 
-def draws_at_once(logits: Tensor, rows: Sequence[Row]) -> bool:
-    """True if a native function draws drafts' tokens by the rejection rule from these logits (``ranking.rank``)."""
-    states = {id(row.state): row.state for row in rows}.values()
-    return native.usable(logits, torch.float32, torch.bfloat16) and all(
-        state.picks_at_once and not state.greedy and not state.num_ranked for state in states
-    )
+def reads_rows(logits: Tensor) -> bool:
+    """True if native functions read logits [rows, vocab] as they are."""
+    return native.usable(logits, torch.float32, torch.bfloat16)
 
 
 def best_recovered(

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import rows as native
-from paceline.core.deferred import Check, DeferredChecks, Download, upload
+from paceline.core.deferred import DeferredChecks, Download, upload
 from paceline.core.logprobs import logprobs_at
 from paceline.core.noise import Stream, gumbel_argmax, uniform
 from paceline.core.processors import Row, digest
@@ -38,7 +38,7 @@ from paceline.core.sampling import (
     pick_unprocessed,
     picked_on_cuda,
     process,
-    sample_coupled,
+    sampled,
 )
 from paceline.core.sparse import TOLERANCE, Columns, normalized, packed, paired, probability
 from paceline.core.tree import Proposal, num_equal
@@ -117,8 +117,8 @@ def decide(
     """Processes logits and verifies the proposals: in one pass on the CPU, with one wait on an accelerator.
 
     The general path, ``verify(process(...))``, may wait several times. It is used for the rejection rule on an
-    accelerator, for both rules in one batch, and in rare cases: a row without a distribution, scores that differ only
-    by the exact logarithm, top-p over more tokens than expected.
+    accelerator, for both rules in one batch, and in rare cases: a row without a distribution, top-p over more tokens
+    than expected.
 
     Args:
         logits: [rows, vocab], where session i owns ``len(proposals[i]) + 1`` consecutive rows.
@@ -263,7 +263,7 @@ class Drawn:
             self._download = Download(self._picked)
             return
         checks = DeferredChecks()
-        self._token_ids, logprobs = _sampled(process(logits, rows, checks), checks)
+        self._token_ids, logprobs = sampled(process(logits, rows, checks))
         self._download = Download(self._token_ids, logprobs, checks.any_failed(logits.device))
 
     @property
@@ -362,12 +362,6 @@ def _decide(
     )
     verdicts |= dict(zip(rejecting, decided, strict=True))
     return [verdicts[i] for i in range(len(proposals))]
-
-
-def _sampled(processed: ProcessedRows, check: Check) -> tuple[Tensor, Tensor]:
-    """The target's own token of each row and its log-probability, on the device: [rows] int64 and float32."""
-    token_ids = sample_coupled(processed, check)
-    return token_ids, processed.log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
 
 
 def _matches(proposals: Sequence[Proposal], own: list[int], logprobs: list[float]) -> list[Verdict]:

@@ -9,20 +9,18 @@ computed again. Only whole prompt pages, written in order, are shared between se
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, draws_at_once, unlisted
+from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, reads_rows
 from paceline.drafters.branch_rows import BranchPart, BranchSession
 from paceline.drafters.growing.blame import call_for_each
 from paceline.drafters.parts import parts_of
 from paceline.drafters.protocol import Candidates, Chainer, DrafterSessionError, Leaf, OfSessions, Ranker
-from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, tree_step
+from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, tree_step
 from paceline.drafters.translation import Translation
 from paceline.errors import ResourceExhaustedError
 from paceline.model.chain import Chain, Draw, Ranked, Stop
@@ -142,8 +140,8 @@ class ModelDrafter(OfSessions[RowSession]):
         return self.expand_best(leaves, best=False)
 
     def expand_best(self, leaves: Sequence[Leaf], *, best: bool = True) -> Candidates:
-        """``expand``, with ``Candidates.ranked`` where one pass over the logits gives them; under the rejection rule
-        with ``Candidates.unread``, so that one pass finds, draws and guesses. ``best`` False: ``expand``."""
+        """``expand``, with ``Candidates.ranked`` where one pass over the logits gives them, and with
+        ``Candidates.unread`` where others do. ``best`` False: ``expand``."""
         best = best and self.tokens_per_leaf == 1
         tails: Sequence[Tail] = ()
         at: Sequence[int] = range(len(leaves))  # leaf of each row of logits,
@@ -165,10 +163,9 @@ class ModelDrafter(OfSessions[RowSession]):
                 logits = self._translation.logits(logits)
             all_in_order = made is not None or (self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))])
             ranked = best_unprocessed(logits, rows) if best else None
-            unread = best and ranked is None and all_in_order and draws_at_once(logits, rows)
+            unread = best and ranked is None and reads_rows(logits)
             if ranked is None and not unread:
                 ids, scores = draft_candidates(logits, rows, self._num_candidates(leaves))
-                beyond = unlisted(logits, rows, ids, scores) if self.tokens_per_leaf == 1 else None
         except BaseException:
             for part in parts:
                 part.drop()
@@ -176,7 +173,7 @@ class ModelDrafter(OfSessions[RowSession]):
         for part in parts:
             part.keep()
         if unread:
-            return Candidates(*_none((len(leaves), 0)), unread=(logits, self._num_candidates(leaves)))
+            return Candidates(*_none((len(leaves), 0)), unread=(logits, at, self._num_candidates(leaves)))
         if ranked is not None:
             of_rows = [*zip(*ranked, strict=True)]
             if not all_in_order:
@@ -185,16 +182,12 @@ class ModelDrafter(OfSessions[RowSession]):
             return Candidates(*_none((len(leaves), 0)), ranked=of_rows)
         ids, scores = download(ids, scores)
         if all_in_order:
-            return Candidates(ids, scores, beyond=beyond)
+            return Candidates(ids, scores)
         everyone = self.no_candidates(leaves, tails, ids.shape[1])
         place = torch.tensor(at)
         of_leaves = (place,) if self.tokens_per_leaf == 1 else (place, torch.tensor(depths))
         everyone.token_ids[of_leaves], everyone.log_q[of_leaves] = ids, scores
-        if beyond is None:
-            return everyone
-        others = _none((len(leaves), beyond[0].shape[1]))
-        others[0][place], others[1][place] = beyond
-        return Candidates(everyone.token_ids, everyone.log_q, beyond=others)
+        return everyone
 
     def _parts(
         self, leaves: Sequence[Leaf], tails: Sequence[Tail]
@@ -253,17 +246,18 @@ class ModelDrafter(OfSessions[RowSession]):
             there is no room.
         """
         session = self._session(leaf.session_id)
-        pending = session.tokens[session.num_cached :]
-        first = self.part_without_tails(session, [(leaf, NO_TAIL)], pending)
-        if first is None:
+        try:
+            first = self.part_of(session, [(leaf, NO_TAIL)])
+        except ResourceExhaustedError:
             return []
+        assert isinstance(first, Part), "chains comes first"
         taken = list(first.step.rows)
         try:
             rows = session.take_rows(self.cache, most - 1)
             taken += rows
             position = len(session.tokens) + len(leaf.path)
             session.positions[rows] = range(position, position + most - 1)
-            sampler, own = session.sampler, [session.node_rows[n] for n in leaf.path_ids[:-1]]
+            sampler = session.sampler
             draw = Draw(
                 seed_bits=sampler.seed_bits,
                 position=Row(sampler, leaf.path).position,
@@ -272,7 +266,7 @@ class ModelDrafter(OfSessions[RowSession]):
                 log_min_p=sampler.log_min_p,
                 fan_out=min(fan_out, self.runner.vocab_size),
             )
-            then = chain_step(session, [0], [position], rows[:1], [[*own, *first.step.rows, *rows[:1]]])
+            then = tree_step(session, [0], [position], rows[:1], [[*first.step.own_rows[-1], *rows[:1]]])
             plans = self.runner.plan([first.step]), self.runner.plan([then])
             writes = [session.pages[row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows]
             ranked = self.runner.run_chain(Chain(*plans, rows, writes, draw, stop))
@@ -347,6 +341,10 @@ class ModelDrafter(OfSessions[RowSession]):
         """The model's id of a token of a tree; None if it has none."""
         return token_id if self._translation is None else self._translation.token(token_id)
 
+    def _owned(self, token_ids: Sequence[int]) -> list[int]:
+        """The model's ids of tokens that all have one (``_usable``)."""
+        return [own for own in map(self._own, token_ids) if own is not None]
+
     def _usable(self, session: RowSession, leaves: Sequence[Leaf], indices: list[int]) -> list[int]:
         """The leaves that the model can compute: all tokens on the path are its own, and one is to be computed."""
         pending = session.num_cached < len(session.tokens)
@@ -369,95 +367,44 @@ class ModelDrafter(OfSessions[RowSession]):
             ResourceExhaustedError: there is no room for the rows.
         """
         if isinstance(session, BranchSession):
-            ids = [[own for own in map(self._own, leaf.path) if own is not None] for leaf, _ in leaves]  # ``_usable``
-            paths = [(leaf.path_ids, of, tail.inputs) for (leaf, tail), of in zip(leaves, ids, strict=True)]
-            return session.part(self.cache, paths)
-        num_tokens = len(session.tokens)
-        pending = session.tokens[session.num_cached :]
-        if (part := self.part_without_tails(session, leaves, pending)) is not None:
-            return part
-        missing: dict[int, tuple[int, int]] = {}  # token and position by node, ancestors first
+            return session.part(
+                self.cache, [(leaf.path_ids, self._owned(leaf.path), tail.inputs) for leaf, tail in leaves]
+            )
+        num_tokens, pending = len(session.tokens), session.tokens[session.num_cached :]
+        missing: dict[int, tuple[Leaf, int]] = {}  # a leaf below, and the index in its path, by node: ancestors first
         for leaf, _ in leaves:
             for depth, node_id in enumerate(leaf.path_ids[:-1]):
                 if node_id not in session.node_rows:
-                    missing[node_id] = leaf.path[depth], num_tokens + depth
-        own = [self._own(token_id) for token_id, _ in missing.values()]
-        tokens = [*pending, *(token_id for token_id in own if token_id is not None)]
-        positions = [*range(session.num_cached, num_tokens), *(position for _, position in missing.values())]
-        num_logits = 0
+                    missing[node_id] = leaf, depth
+        tokens, positions, num_logits = [*pending], [*range(session.num_cached, num_tokens)], 0
+        for leaf, depth in missing.values():
+            tokens += self._owned(leaf.path[depth : depth + 1])
+            positions.append(num_tokens + depth)
         for leaf, tail in leaves:
-            last = self._own(leaf.path[-1]) if leaf.path else None
-            block = tail.inputs if last is None else (last, *tail.inputs)
+            block = [*self._owned(leaf.path[-1:]), *tail.inputs]
             first = num_tokens + len(leaf.path) - bool(leaf.path)
-            tokens.extend(block)
-            positions.extend(range(first, first + len(block)))
+            tokens += block
+            positions += range(first, first + len(block))
             num_logits += 1 + len(tail.inputs)
         rows = session.take_rows(self.cache, len(tokens))
-        session.positions[rows] = positions
-        # seen: [tokens, num_rows] bool: each token attends to the committed rows, its ancestors' and its own.
-        # In numpy: indexing tensors this small costs torch ten times as much.
-        seen = np.repeat(session.committed[None, : session.num_rows], len(tokens), axis=0)
-        num_pending, at = len(pending), len(pending)
-        for i in range(num_pending):
-            seen[i, rows[: i + 1]] = True
-        at_nodes = dict(zip(missing, rows[at:], strict=False))
-        node_rows = session.node_rows if not at_nodes else session.node_rows | at_nodes
-        kept = dict(at_nodes)
-        for leaf, _ in leaves if at_nodes else ():
-            for depth, node_id in enumerate(leaf.path_ids[:-1]):
-                if node_id in at_nodes:
-                    above = [node_rows[n] for n in leaf.path_ids[: depth + 1]]
-                    seen[num_pending + list(missing).index(node_id), [*rows[:num_pending], *above]] = True
-        at += len(missing)
+        num_pending, row_positions = len(pending), session.positions
+        for row, position in zip(rows, positions, strict=True):
+            row_positions[row] = position
+        before, at = rows[:num_pending], num_pending + len(missing)
+        own_rows = [rows[: i + 1] for i in range(num_pending)]  # that each token sees besides the committed ones
+        kept = dict(zip(missing, rows[num_pending:at], strict=True))
+        node_rows = session.node_rows | kept if kept else session.node_rows
+        for leaf, depth in missing.values():
+            own_rows.append([*before, *map(node_rows.__getitem__, leaf.path_ids[: depth + 1])])
         for leaf, tail in leaves:
-            above = [*rows[:num_pending], *(node_rows[n] for n in leaf.path_ids[:-1])]
-            count = len(tail.inputs) + bool(leaf.path)
+            above = [*before, *map(node_rows.__getitem__, leaf.path_ids[:-1])]
             if leaf.path:
                 kept[leaf.node_id] = rows[at]
-            for i in range(at, at + count):
-                above.append(rows[i])
-                seen[i, above] = True
-            at += count
-        return Part(session, tree_step(session, tokens, positions, rows, num_logits, seen), num_pending, kept)
-
-    def part_without_tails(
-        self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]], pending: list[int]
-    ) -> Part | None:
-        """``part_of`` of the anchor, or of leaves without tails below pending tokens and ancestors that all have their
-        rows: nearly every part there is. None: it is another."""
-        num_tokens, node_rows = len(session.tokens), session.node_rows
-        if not leaves[0][0].path:
-            if len(leaves) > 1 or leaves[0][1].inputs:
-                return None
-            rows = session.take_rows(self.cache, len(pending))
-            positions = range(session.num_cached, num_tokens)
-            for row, position in zip(rows, positions, strict=True):
-                session.positions[row] = position
-            own_rows = [rows[: i + 1] for i in range(len(rows))]
-            return Part(session, chain_step(session, pending, positions, rows, own_rows), len(pending), {})
-        if pending:
-            return None
-        tokens, depths, seen = [], [], []
-        for leaf, tail in leaves:
-            path = leaf.path
-            if tail.inputs or not path:
-                return None
-            above = [*map(node_rows.get, leaf.path_ids[:-1])]
-            if None in above:
-                return None
-            token_id = self._own(path[-1])
-            assert token_id is not None, "_usable comes first"
-            tokens.append(token_id)
-            depths.append(num_tokens + len(path) - 1)
-            seen.append(above)
-        rows = session.take_rows(self.cache, len(tokens))
-        kept, row_positions = {}, session.positions
-        for (leaf, _), row, depth, above in zip(leaves, rows, depths, seen, strict=True):
-            row_positions[row] = depth
-            above.append(row)
-            kept[leaf.node_id] = row
-        own_rows = cast(list[list[int]], seen)  # all ancestors' rows are known
-        return Part(session, chain_step(session, tokens, depths, rows, own_rows, len(tokens)), 0, kept)
+            for row in rows[at : at + len(tail.inputs) + bool(leaf.path)]:
+                above.append(row)
+                own_rows.append([*above])
+                at += 1
+        return Part(session, tree_step(session, tokens, positions, rows, own_rows, num_logits), num_pending, kept)
 
 
 def _none(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

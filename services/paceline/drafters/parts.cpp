@@ -13,10 +13,10 @@ using paceline::intern, paceline::method, paceline::Ref;
 enum { kSessionId, kNodeId, kPathIds, kPath, kNumOfLeaf };
 enum { kTokens, kSampler, kNumCached, kNodeRows, kNumOfSession };
 
-PyObject *part_type, *chain_step, *columns_of, *take_rows, *free_rows, *positions_name, *extend;
+PyObject *part_type, *tree_step, *columns_of, *take_rows, *free_rows, *positions_name, *extend;
 PyTypeObject* row_type;
 
-// prepare(part_type, row_type, chain_step, columns_of): Part and Row, a tuple of two; rows.chain_step; and what makes the
+// prepare(part_type, row_type, tree_step, columns_of): Part and Row, a tuple of two; rows.tree_step; and what makes the
 // columns of a session.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 4 || !PyType_Check(arguments[1]) ||
@@ -24,7 +24,7 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return PyErr_Format(PyExc_TypeError, "prepare takes a type, one of tuples, and two functions");
   part_type = Py_NewRef(arguments[0]);
   row_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[1]));
-  chain_step = Py_NewRef(arguments[2]), columns_of = Py_NewRef(arguments[3]);
+  tree_step = Py_NewRef(arguments[2]), columns_of = Py_NewRef(arguments[3]);
   Py_RETURN_NONE;
 }
 
@@ -106,7 +106,7 @@ struct Positions {
   }
 };
 
-// Part of a group, whose `rows` were taken: ModelDrafter.part_without_tails. Null after an error.
+// ModelDrafter.part_of a group whose `rows` were taken: an anchor, or leaves whose ancestors have rows. Null after an error.
 PyObject* part_of(PyObject* leaves, const Group& group, PyObject* rows) {
   PyObject *context = group[kTokens], *node_rows = group[kNodeRows];
   const Py_ssize_t num_tokens = PyList_GET_SIZE(context), size = PyList_GET_SIZE(rows);
@@ -134,7 +134,7 @@ PyObject* part_of(PyObject* leaves, const Group& group, PyObject* rows) {
   }
   Ref num_logits(PyLong_FromSsize_t(anchor ? 1 : size)), num_pending(PyLong_FromSsize_t(group.num_pending));
   if (!num_logits || !num_pending) return nullptr;
-  Ref step(PyObject_CallFunctionObjArgs(chain_step, group.session, tokens.get(), depths.get(), rows, seen.get(),
+  Ref step(PyObject_CallFunctionObjArgs(tree_step, group.session, tokens.get(), depths.get(), rows, seen.get(),
                                         num_logits.get(), nullptr));
   if (!step) return nullptr;
   return PyObject_CallFunctionObjArgs(part_type, group.session, step.get(), num_pending.get(), kept.get(), nullptr);

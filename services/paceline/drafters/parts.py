@@ -17,7 +17,7 @@ from typing import Any
 from paceline.core.native import extension
 from paceline.core.processors import Row
 from paceline.drafters.protocol import Leaf
-from paceline.drafters.rows import Part, RowSession, chain_step
+from paceline.drafters.rows import Part, RowSession, tree_step
 from paceline.errors import EngineError, ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 
@@ -55,7 +55,7 @@ def native_module() -> Any:
     """The compiled pass; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
         passes = extension(SOURCE, "paceline_parts", "the pass over the leaves of a forward")
-        passes.prepare(Part, Row, chain_step, _COLUMNS)
+        passes.prepare(Part, Row, tree_step, _COLUMNS)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("leaves are laid out by Python, which is slower: %s", error)
         return None

@@ -124,14 +124,12 @@ class Candidates(NamedTuple):
     guesses: tuple[tuple[int, ...], ...] = ()
     """Per leaf the guessed tokens, at most K - 1, that its candidates after the first depth follow; (): none were
     guessed, and the candidates of a depth do not depend on the token before."""
-    beyond: tuple[Tensor, Tensor] | None = None
-    """Rejection rule: tokens that are never drawn here, and that the target may draw itself (``sampling.unlisted``)."""
     ranked: Ranked | None = None
     """Best candidates of each leaf in the order of ``ranking.rank``, and their scores; then ``token_ids`` and
     ``log_q`` are [num_leaves, 0]. None: candidates are not ranked yet."""
-    unread: tuple[Tensor, int] | None = None
-    """Rejection rule: logits [num_leaves, vocab] before the sessions' processors, and the number of candidates to find
-    in each row. Then ``token_ids`` and ``log_q`` are [num_leaves, 0]. None: they are found already."""
+    unread: tuple[Tensor, Sequence[int], int] | None = None
+    """Logits [n, vocab] before the sessions' processors, the leaf of each row, and the number of candidates to find in
+    each row. Then ``token_ids`` and ``log_q`` are [num_leaves, 0]. None: they are found already."""
 
     @classmethod
     def of_some(cls, num_leaves: int, found: Sequence[tuple[Sequence[int], Tensor, Tensor]]) -> Candidates:

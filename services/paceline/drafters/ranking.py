@@ -21,7 +21,7 @@ from paceline.core import rows as native
 from paceline.core.deferred import download
 from paceline.core.noise import Stream
 from paceline.core.processors import Row, masks_of
-from paceline.core.sampling import best_coupled, best_recovered, row_keys
+from paceline.core.sampling import best_coupled, best_recovered, draft_candidates, row_keys
 from paceline.core.verification import sample_draft
 from paceline.drafters.calibration import ACCEPTANCE, Evidence, evidence_of, ranked_gaps, sampled_gaps
 from paceline.drafters.protocol import Candidates
@@ -78,31 +78,47 @@ def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
     if candidates.ranked is not None:
         return rankings_of(candidates.ranked, [row.fan_out for row in rows])
     if candidates.unread is not None:
-        return _drawn(*candidates.unread, rows)
+        return _read(*candidates.unread, rows)
     token_ids, log_q = candidates.token_ids, candidates.log_q
     rules = [row.rule for row in rows]
     if rows and rules.count(rules[0]) == len(rules):
-        return _rank_alike(token_ids, log_q, rows, candidates.beyond)
+        return _rank_alike(token_ids, log_q, rows)
     by_rule: dict[Rule, list[int]] = {}
     for i, rule in enumerate(rules):
         by_rule.setdefault(rule, []).append(i)
     rankings: dict[int, Ranking] = {}
     for indices in by_rule.values():
         at = torch.tensor(indices, dtype=torch.int64, device=log_q.device)
-        beyond = None if candidates.beyond is None else (candidates.beyond[0][at], candidates.beyond[1][at])
-        of_rule = _rank_alike(token_ids[at], log_q[at], [rows[i] for i in indices], beyond)
+        of_rule = _rank_alike(token_ids[at], log_q[at], [rows[i] for i in indices])
         rankings |= dict(zip(indices, of_rule, strict=True))
     return [rankings[i] for i in range(len(rows))]
 
 
-def _rank_alike(
-    token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow], beyond: tuple[Tensor, Tensor] | None
-) -> list[Ranking]:
+def _read(logits: Tensor, at: Sequence[int], m: int, rows: Sequence[RankingRow]) -> list[Ranking]:
+    """Ranks by logits [n, vocab]: one pass draws by the rejection rule, as far as it has the sessions' processors.
+
+    ``at``: the row of ``rows`` that each of the logits is of.
+    """
+    rankings = [Ranking((), ())] * len(rows)
+    at_once = [rows[i].rule is Rule.REJECTION and rows[i].row.state.picks_at_once for i in at]
+    for draws in dict.fromkeys(at_once):
+        indices = [index for index, each in enumerate(at_once) if each is draws]
+        some, own = logits if len(indices) == len(at) else logits[indices], [rows[at[index]] for index in indices]
+        if draws:
+            made = _drawn(some, m, own)
+        else:
+            made = rank(Candidates(*draft_candidates(some, [row.row for row in own], m)), own)
+        for index, ranking in zip(indices, made, strict=True):
+            rankings[at[index]] = ranking
+    return rankings
+
+
+def _rank_alike(token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow]) -> list[Ranking]:
     """Ranks rows of one rule; the tensors are [rows, m]."""
     if rows[0].rule is Rule.REJECTION:
         token_ids, log_q = download(token_ids, log_q)  # every q is sent whole: one wait, and the rest on the host
         log_q = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-        return _by_sampling(token_ids, log_q, rows, beyond)
+        return _by_sampling(token_ids, log_q, rows)
     most = max(row.fan_out for row in rows)
     if rows[0].rule is Rule.GREEDY:
         # Without noise the first candidates stay the first; a few more, so that equal ones are put in order.
@@ -127,9 +143,7 @@ def rankings_of(ranked: Ranked, fan_outs: Sequence[int]) -> list[Ranking]:
     return [ranking_of(ids[:n], scores[:n]) for (ids, scores), n in zip(ranked, fan_outs, strict=True)]
 
 
-def _by_sampling(
-    token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow], beyond: tuple[Tensor, Tensor] | None
-) -> list[Ranking]:
+def _by_sampling(token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow]) -> list[Ranking]:
     """Draws a token from each row's q, and guesses the target's; the tensors are [rows, m]."""
     rankings = [Ranking((), ())] * len(rows)
     with_candidates = log_q.isfinite().any(-1).nonzero().squeeze(-1)
@@ -138,14 +152,13 @@ def _by_sampling(
         return rankings
     if len(indices) < len(rows):
         token_ids, log_q = token_ids[with_candidates], log_q[with_candidates]
-        beyond = None if beyond is None else (beyond[0][with_candidates], beyond[1][with_candidates])
         rows = [rows[i] for i in indices]
     keys = row_keys([row.row for row in rows])
     nonces = torch.tensor([row.nonce for row in rows], dtype=torch.int64)
     saguaro, fan_outs = [row.saguaro for row in rows], [row.fan_out for row in rows]
     samples = sample_draft(token_ids, log_q, keys.seeds, keys.positions, nonces, saguaro, fan_outs)
     best_two: list[list[float]] = log_q[:, :2].tolist()
-    guessed = guess_siblings(token_ids, log_q, [sample.token_id for sample in samples], rows, beyond)
+    guessed = guess_siblings(token_ids, log_q, [sample.token_id for sample in samples], rows)
     for i, sample, top, (siblings, behind, bonus) in zip(indices, samples, best_two, guessed, strict=True):
         gaps = sampled_gaps([value for value in top if value > -math.inf], behind)
         rankings[i] = Ranking((sample.token_id, *siblings), gaps, sample.q, tuple(bonus))
@@ -153,7 +166,9 @@ def _by_sampling(
 
 
 def _drawn(logits: Tensor, m: int, rows: Sequence[RankingRow]) -> list[Ranking]:
-    """``_by_sampling`` of ``draft_candidates`` and ``unlisted`` in one pass over the logits [rows, vocab]."""
+    """``_by_sampling`` of ``draft_candidates`` in one pass over the logits [rows, vocab], whose guesses may be other
+    tokens, too: a draft token is drawn from the candidates alone, so the target itself draws all of its probability
+    elsewhere."""
     drawing: list[int] = []
     guessing: list[int] = []
     for row in rows:
@@ -193,37 +208,27 @@ token and each guess score below the best as a bonus token (nats)."""
 
 
 def guess_siblings(
-    token_ids: Tensor,
-    log_q: Tensor,
-    drawn: Sequence[int],
-    rows: Sequence[RankingRow],
-    beyond: tuple[Tensor, Tensor] | None,
+    token_ids: Tensor, log_q: Tensor, drawn: Sequence[int], rows: Sequence[RankingRow]
 ) -> list[Siblings]:
     """Guesses the recovered and the bonus tokens of each row, ``fan_out`` - 1 of both together.
 
-    A recovered token comes from what the target has above q: of the candidates little, of all others everything. With
-    Saguaro sampling it is one of the likeliest.
+    With Saguaro sampling a recovered token is one of the likeliest.
 
     Args:
-        token_ids, log_q: [rows, m] on the CPU, as ``beyond``.
+        token_ids, log_q: [rows, m] on the CPU.
         drawn: the sampled token of each row.
     """
-    fan_outs, num_listed = [row.fan_out for row in rows], token_ids.shape[1]
+    fan_outs = [row.fan_out for row in rows]
     if max(fan_outs) == 1:
         return [([], [], [math.inf])] * len(rows)
-    shift = 0.0
-    if beyond is not None:
-        shift = _SHIFT
-        token_ids, log_q = torch.cat((token_ids, beyond[0]), -1), torch.cat((log_q, beyond[1]), -1)
     likeliest = [row.saguaro != 1.0 for row in rows]
     if native.usable(log_q, torch.float32) and native.usable(token_ids, torch.int64):
         keys = [part for row in rows for part in (row.row.state.seed_bits, row.row.position, row.row.text_key)]
-        return native.guess(token_ids, log_q, num_listed, shift, keys, Stream.RECOVER, drawn, fan_outs, likeliest)
-    own, most = [row.row for row in rows], 2 * max(fan_outs)
-    moved = torch.cat((log_q[:, :num_listed] + shift, log_q[:, num_listed:]), -1)
-    bonus, recovered = (_scored(*best_recovered(token_ids, x, own, most)) for x in (log_q, moved))
-    listed = _scored(token_ids[:, : min(most, num_listed)].tolist(), log_q[:, : min(most, num_listed)].tolist())
-    recovered = [top if flag else r for flag, top, r in zip(likeliest, listed, recovered, strict=True)]
+        return native.guess(token_ids, log_q, keys, Stream.RECOVER, drawn, fan_outs, likeliest)
+    most = 2 * max(fan_outs)
+    bonus = _scored(*best_recovered(token_ids, log_q, [row.row for row in rows], most))
+    listed = _scored(token_ids[:, :most].tolist(), log_q[:, :most].tolist())
+    recovered = [top if flag else r for flag, top, r in zip(likeliest, listed, bonus, strict=True)]
     return [_siblings(*row) for row in zip(drawn, recovered, bonus, fan_outs, strict=True)]
 
 

@@ -214,26 +214,11 @@ def tree_step(
     tokens: Sequence[int],
     positions: Sequence[int],
     rows: Sequence[int],
-    num_logits: int,
-    seen: NDArray[np.bool_],
-) -> SequenceStep:
-    """The tokens of a session's part in a forward, those with logits last.
-
-    ``seen``: bool [tokens, num_rows], the rows that each token attends to.
-    """
-    key_positions = torch.from_numpy(session.positions[: session.num_rows])
-    return SequenceStep(tokens, positions, rows, session.pages, num_logits, torch.from_numpy(seen), key_positions)
-
-
-def chain_step(
-    session: RowSession,
-    tokens: Sequence[int],
-    positions: Sequence[int],
-    rows: Sequence[int],
     own_rows: Sequence[Sequence[int]],
     num_logits: int = 1,
 ) -> SequenceStep:
-    """``tree_step`` of tokens that attend to all committed rows, each to ``own_rows`` besides.
+    """The tokens of a session's part in a forward, those with logits last. They attend to all committed rows, each to
+    its ``own_rows`` besides.
 
     The step reads the session's arrays, which must not change before it is laid out.
     """
