@@ -144,10 +144,9 @@ def draft_seconds(runner: ModelRunner, num_leaves: int, context: int, clock: Clo
     """One tree step: forward, candidates of each leaf, and the way back to the host."""
     pages = runner.cache.allocate(pages_for(context + num_leaves))
     rows = range(context, context + num_leaves)
-    visible = torch.zeros(num_leaves, context + num_leaves, dtype=torch.bool)
-    visible[:, :context], visible[range(num_leaves), rows] = True, True
     positions = torch.arange(context + num_leaves).clamp_(max=context)
-    step = SequenceStep([1] * num_leaves, [context] * num_leaves, rows, pages, num_leaves, visible, positions)
+    visible, own = torch.arange(context + num_leaves) < context, [[row] for row in rows]
+    step = SequenceStep([1] * num_leaves, [context] * num_leaves, rows, pages, num_leaves, visible, positions, own)
     where = {"vocab_size": runner.vocab_size, "device": runner.cache.keys[0].device}
     state = SamplerState(SamplingParams(temperature=0), 0, (1,), **where)
     leaves = [Row(state)] * num_leaves
@@ -186,7 +185,7 @@ def report(name: str, device: str, args: argparse.Namespace, peak: float, clock:
     longest = args.context + args.tokens + PAGE_SIZE
     num_pages = 2 * pages_for(longest) + 2
     floor = peak / num_bytes
-    size = f"{model.num_parameters / 1e9:.2f} B parameters, {num_bytes / 1e9:.2f} GB read per token"
+    size = f"{model.size.num_parameters / 1e9:.2f} B parameters, {num_bytes / 1e9:.2f} GB read per token"
     yield f"{name}: {size}, floor {1e3 / floor:.3f} ms = {floor:.1f} tokens/s"
     limits = Limits(1, 64, pages_for(longest))
     for kind, runner in runners(model, num_pages, limits, args.eager):
@@ -208,7 +207,7 @@ def report_draft(device: str, args: argparse.Namespace, clock: Clock) -> Iterato
         compile=args.compile and device == "cuda",
     )
     limits = Limits(1, max(LEAVES), pages_for(args.context + 256), is_tree=True)
-    yield f"embedded draft: {model.num_parameters / 1e6:.1f} M parameters"
+    yield f"embedded draft: {model.size.num_parameters / 1e6:.1f} M parameters"
     for kind, runner in runners(model, 2 * limits.max_pages + 2, limits, args.eager):
         times = [1e3 * draft_seconds(runner, n, args.context, clock, args.repeats) for n in LEAVES]
         cells = "  ".join(f"{n}: {ms:.3f}" for n, ms in zip(LEAVES, times, strict=True))

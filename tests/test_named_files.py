@@ -25,9 +25,8 @@ SERVICES = Path(__file__).parents[1] / "services"
 ENDLESS = Path("/dev/zero")
 OWN = {
     # Sources that are compiled, and what the system tells of itself.
-    *("core/native.py", "core/rows.py", "drafters/calibration.py", "model/attention/native.py"),
-    *("model/layer_callback.py", "model/linear/native.py", "model/compiled/linear.py", "model/compiled/package.py"),
-    *("model/parallel/shared_memory.py", "preflight/gpus.py", "preflight/host_memory.py", "runtime/cores.py"),
+    *("core/native.py", "model/compiled/linear.py", "model/compiled/package.py", "model/parallel/shared_memory.py"),
+    *("preflight/gpus.py", "preflight/host_memory.py", "runtime/cores.py"),
     "target/origin.py",
     *("cluster/connections.py", "cluster/janitor.py", "cluster/local_streams.py", "config/installed.py"),
     *("embedded/__init__.py", "web/playground.py", "security/haproxy.py", "security/renewal.py"),

@@ -175,8 +175,7 @@ def test_a_forward_waits_for_nothing(family: str, downloads: list[int]) -> None:
     )
     pages = cache.allocate(2)
     chain = SequenceStep([1, 2, 3], range(70, 73), range(70, 73), pages, num_logits=3)
-    visible, key_positions = torch.ones(1, 80, dtype=torch.bool), torch.arange(80)
-    tree = SequenceStep([5], [79], [79], pages, 1, visible, key_positions)
+    tree = SequenceStep([5], [79], [79], pages, 1, torch.ones(80, dtype=torch.bool), torch.arange(80), [[79]])
     for steps in ([chain], [chain, tree]):
         logits = runner.forward(steps)
         assert logits.shape == (sum(s.num_logits for s in steps), 300)

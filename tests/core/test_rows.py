@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.native import adversarial, agree, keys_of, references
+from tests.support.noise import gumbel_at
 from torch import Tensor
 
 from paceline.core import noise, rows, sampling, sparse, verification
-from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max
+from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_max
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import (
     best_coupled,

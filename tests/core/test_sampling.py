@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.noise import gumbel_at
 
 from paceline.core import processors
 from paceline.core.deferred import DeferredChecks
-from paceline.core.noise import Stream, gumbel, gumbel_at, seed_bits
+from paceline.core.noise import Stream, gumbel, seed_bits
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import (
     GREEDY_CANDIDATES,

@@ -7,8 +7,9 @@ import random
 from collections.abc import Sequence
 
 import torch
+from tests.support.noise import gumbel_at
 
-from paceline.core.noise import Stream, gumbel_at, seed_bits
+from paceline.core.noise import Stream, seed_bits
 from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal, SpeculationTree
 from paceline.draft.engine import DraftEngine

@@ -17,11 +17,11 @@ from paceline.drafters.calibration import (
     Calibration,
     Evidence,
     Expansion,
+    evidence_of,
     expect,
     guessed,
     ranked,
     ranked_gaps,
-    sampled,
     sampled_gaps,
 )
 
@@ -131,9 +131,13 @@ def test_the_sampled_token_has_no_part_in_its_own_probability() -> None:
     for _ in range(500):
         drawn = rng.randrange(4)
         siblings = [log_q[0] - value for i, value in enumerate(log_q) if i != drawn][: RANKS - 1]
-        calibration.observe(sampled(log_q[:2], siblings).gaps, rng.choice([0, 0, 1, 2, None]), rng.randrange(2))
+        calibration.observe(sampled_gaps(log_q[:2], siblings), rng.choice([0, 0, 1, 2, None]))
     first = {
-        calibration.probabilities(sampled(log_q[:2], [log_q[0] - v for i, v in enumerate(log_q) if i != drawn][:2]))[0]
+        calibration.probabilities(
+            evidence_of(
+                sampled_gaps(log_q[:2], [log_q[0] - v for i, v in enumerate(log_q) if i != drawn][:2]), sampled=True
+            )
+        )[0]
         for drawn in range(4)
     }
     assert len(first) == 1
@@ -162,7 +166,7 @@ def tables(seed: int, num_ranks: int) -> tuple[Calibration, Calibration]:
     own = Calibration(num_ranks, engine_wide)
     for i in range(200):
         gaps = [random_gap(rng) for _ in range(rng.randrange(7))]
-        (own if i % 3 else engine_wide).observe(gaps, rng.choice([None, 0, 0, 1, 2, 5]), rng.randrange(2))
+        (own if i % 3 else engine_wide).observe(gaps, rng.choice([None, 0, 0, 1, 2, 5]))
     return own, engine_wide
 
 

@@ -53,7 +53,7 @@ def one_by_one(it: ModelDrafter, sampler: SamplerState, leaf: Leaf, most: int) -
     rule = Rule.GREEDY if sampler.greedy else Rule.COUPLED
     for depth in range(most):
         (ranking,) = rank(it.expand([leaf]), [RankingRow(Row(sampler, leaf.path), rule, FAN_OUT)])
-        found.append((list(ranking.token_ids), list(ranking.evidence.gaps)))
+        found.append((list(ranking.token_ids), list(ranking.gaps)))
         path_ids, path = (*leaf.path_ids, 101 + depth), (*leaf.path, ranking.token_ids[0])
         leaf = Leaf(leaf.session_id, path_ids[-1], path_ids, path)
     return found

@@ -497,7 +497,7 @@ REFUSED = {
     "eagle3, norm unknown": ("eagle3_norm_before_fc", config(norm_before_fc=False), "'input_norm.weight', which its"),
     "eagle3, norm missing": ("eagle3", config(norm_before_fc=True), "no weight file holds 'input_norm.weight'"),
     "eagle3, key": ("eagle3", config(norm_after_fc=True), "config.json of .* has 'norm_after_fc': an unknown key"),
-    "eagle3, nested key": ("eagle3", config(eagle_config={"gate": 1}), "eagle_config of .* has 'gate', which is not"),
+    "eagle3, nested key": ("eagle3", config(eagle_config={"gate": 1}), "config.json of .*, eagle_config has 'gate'"),
     "eagle3, window": ("eagle3", config(layer_types=["sliding_attention"]), "has 'sliding_attention': heads attend"),
     "eagle3, window of Qwen": (
         "eagle3_speculators",
@@ -534,11 +534,11 @@ REFUSED = {
     "dflash, missing": ("dflash", dropped("hidden_norm.weight"), "no weight file holds 'hidden_norm.weight'"),
     "dflash, unknown": ("dflash", renamed("norm.weight", "norm.scale"), "holds 'norm.scale', which its format"),
     "dflash, key": ("dflash", config(prefix_gru=True), "config.json of .* has 'prefix_gru': an unknown key"),
-    "dflash, nested key": ("dflash", nested(gate=1), "dflash_config of .* has 'gate', which is not known here"),
+    "dflash, nested key": ("dflash", nested(gate=1), "config.json of .*, dflash_config has 'gate'"),
     "dflash, layer key": (
         "dflash_speculators",
         lambda file: file.config["transformer_layer_config"].update(gate=1),
-        "transformer_layer_config of .* has 'gate', which is not known here",
+        "config.json of .*, transformer_layer_config has 'gate'",
     ),
     "dflash, two values": ("dflash", config(mask_token_id=3), "mask_token_id is 3 and 59 in config.json of"),
     "dflash, value": ("dflash", config(rms_norm_eps="many"), "config.json of .* is not valid: "),

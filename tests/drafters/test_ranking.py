@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from tests.support.noise import gumbel_at
 
-from paceline.core.noise import Stream, gumbel_at
+from paceline.core.noise import Stream
 from paceline.core.processors import Row, SamplerState
 from paceline.drafters.protocol import Candidates
 from paceline.drafters.ranking import RankingRow, Rule, rank
@@ -51,7 +52,7 @@ def test_batch_equals_single_rows_and_the_definition(rules: list[Rule]) -> None:
             in_turn = dict.fromkeys(t for pair in zip(*orders, strict=True) for t in pair if t != found.token_ids[0])
             siblings = [*in_turn][: row.fan_out - 1]
             assert sorted(found.token_ids[1:]) == sorted(siblings)
-            assert found.evidence.gaps[1:] == tuple(sorted(found.evidence.gaps[1:]))
+            assert found.gaps[1:] == tuple(sorted(found.gaps[1:]))
             best = max(drawn_by.values())
             behind = [best - drawn_by[t] for t in found.token_ids]
             assert [gap for gap in found.bonus if gap < math.inf] == pytest.approx(
@@ -82,4 +83,4 @@ def test_rows_with_few_no_or_broken_candidates(rule: Rule) -> None:
     assert rankings[2].token_ids[0] == candidates.token_ids[2, 0]
     assert candidates.token_ids[3, 0] not in rankings[3].token_ids
     for ranking in rankings:
-        assert len(ranking.evidence.gaps) == len(ranking.evidence.priors) == len(ranking.token_ids)
+        assert len(ranking.gaps) == len(ranking.token_ids)

@@ -32,7 +32,7 @@ from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.module import Unrolled
 from paceline.drafters.heads.partial_model import Continued
 from paceline.drafters.heads.stream_head import LowRank, StreamHead
-from paceline.drafters.heads.streaming import open_streams
+from paceline.drafters.heads.streaming import load_streams, open_streams
 from paceline.errors import ConfigError
 from paceline.model.features import Features
 from paceline.model.loading import LoadedModel, prepare
@@ -85,7 +85,7 @@ def pump_of(family: str, folder: Path, *, boundary: int = BOUNDARY, **options: A
     loaded = target(family, boundary)
     assert isinstance(loaded.step, Step)
     plan = open_streams(checkpoint, source, STREAMS)
-    head = plan.load(loaded.dtype, loaded.device, target=loaded.step.model, max_leaves=5)
+    head = load_streams(plan, loaded.dtype, loaded.device, target=loaded.step.model, max_leaves=5)
     head.features = Features((boundary,), every_position=False)
     return run_head(loaded, head, STREAMS, **{"pages": 12} | options)
 
@@ -171,7 +171,7 @@ def test_a_compiled_target_cannot_lend_its_layers(tmp_path: Path) -> None:
     assert size is not None
     cpu = torch.device("cpu")
     lent, read = (
-        open_streams(checkpoint, source, STREAMS).load(torch.float32, cpu, target=lender).module
+        load_streams(open_streams(checkpoint, source, STREAMS), torch.float32, cpu, target=lender).module
         for lender in (whole("llama"), None)
     )
     models = []
@@ -203,10 +203,11 @@ def test_layers_that_were_read_in_bfloat16_have_the_additions_too(tmp_path: Path
     state = torch.randn(1, lender.config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
     logits = []
     for given in (lender, None):
-        head = open_streams(checkpoint, source, STREAMS).load(torch.bfloat16, torch.device("cpu"), target=given)
+        plan = open_streams(checkpoint, source, STREAMS)
+        head = load_streams(plan, torch.bfloat16, torch.device("cpu"), target=given)
         logits.append(head.module.ahead(torch.tensor([7]), state, torch.arange(STREAMS)[None], Unrolled()))
     torch.testing.assert_close(logits[1], logits[0], rtol=0.05, atol=0.05)
-    bare = open_streams(checkpoint, source, STREAMS).load(torch.bfloat16, torch.device("cpu"))
+    bare = load_streams(open_streams(checkpoint, source, STREAMS), torch.bfloat16, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LowRank, "forward", lambda self, x: x.new_zeros(()))
         without = bare.module.ahead(torch.tensor([7]), state, torch.arange(STREAMS)[None], Unrolled())

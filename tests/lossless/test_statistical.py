@@ -16,11 +16,12 @@ import pytest
 import torch
 from scipy import stats
 from tests.lossless.power import detectable_tv
+from tests.support.noise import gumbel_at
 from tests.support.rings import nightly
 
 from paceline.core import rows as native
 from paceline.core import verification
-from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at
+from paceline.core.noise import Stream, gumbel, gumbel_argmax
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import ProcessedRows, rank_coupled
 from paceline.core.tree import Proposal

@@ -107,18 +107,16 @@ def test_a_tree_in_one_region_equals_its_paths(family: str) -> None:
     for token, parent, _ in nodes:
         depth.append(1 if parent < 0 else depth[parent] + 1)
         path.append([*(path[parent] if parent >= 0 else []), token])
-    visible = torch.zeros(len(nodes), 91, dtype=torch.bool)
-    visible[:, :70] = True
-    key_positions = torch.arange(91)
+    key_positions, own = torch.arange(91), list[list[int]]()
+    visible = key_positions < 70
     for i, (_, parent, row) in enumerate(nodes):
-        visible[i] |= visible[parent] if parent >= 0 else False
-        visible[i, row] = True
+        own.append([*(own[parent] if parent >= 0 else ()), row])
         key_positions[row] = 69 + depth[i]
     out = runner.forward(
         [
             SequenceStep(
                 [n[0] for n in nodes], [69 + d for d in depth], [n[2] for n in nodes], pages,
-                len(nodes), visible, key_positions,
+                len(nodes), visible, key_positions, own,
             )
         ]
     )  # fmt: skip

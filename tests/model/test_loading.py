@@ -37,7 +37,7 @@ def test_what_a_loaded_model_says_of_itself(family: str, tmp_path: Path) -> None
     assert model.layers == [LayerSpec(heads, dim, dim)] * (3 if family == "gemma3" else 2)
     assert model.sliding_window == (SLIDING_WINDOW if family in ("gemma3", "gemma2", "mistral") else None)
     assert (model.vocab_size, model.max_len, model.dtype) == (VOCAB, 2048, torch.float32)
-    assert model.num_parameters > 10_000
+    assert model.size.num_parameters > 10_000
     assert model.layers[0].kv_bytes(torch.bfloat16) == 2 * heads * 2 * dim
 
 

@@ -100,7 +100,7 @@ def test_linear_layers_are_rounded_and_nothing_else(dtype: torch.dtype) -> None:
             {"int8": "int8", "int4": "int4 and int8"}[quantization],
             None,
         )
-        assert (ready.num_parameters, ready.dtype) == (prepare(plain, compile=False).num_parameters, dtype)
+        assert (ready.size.num_parameters, ready.dtype) == (prepare(plain, compile=False).size.num_parameters, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [(torch.float32, "int8"), (torch.bfloat16, "int4")], ids=str)
@@ -217,7 +217,7 @@ def test_blocks_of_a_file_run_as_they_are_stored(
     options = ModelOptions(dtype="bfloat16", device="cpu", compile=False)
     exact, kept = (load_model(checkpoint, options.model_copy(update={"dtype": d})) for d in ("float32", "bfloat16"))
     assert (exact.quantization, kept.quantization) == (None, "int8" if kind is Kind.Q8_0 else "int4")
-    assert kept.num_parameters == exact.num_parameters
+    assert kept.size.num_parameters == exact.size.num_parameters
     models = [cast(Step, one.step).model for one in (exact, kept)]
     logits = [logits_of(model) for model in models]
     assert (

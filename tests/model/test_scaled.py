@@ -76,7 +76,7 @@ def test_kept_weights_are_those_of_the_dequantized_checkpoint(
     loaded = load_pretrained(checkpoint, torch.bfloat16)
     assert len(scaled_layers(loaded)) == 14
     assert type(loaded).__mro__[0].__name__ == "LlamaForCausalLM"
-    assert model.num_parameters == checkpoint.size("bfloat16").num_parameters
+    assert model.size.num_parameters == checkpoint.size("bfloat16").num_parameters
     assert torch.equal(logits_of(tmp_path), plain)
     assert torch.equal(logits_of_two(str(tmp_path)), of_two)
 

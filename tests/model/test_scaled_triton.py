@@ -205,13 +205,6 @@ def test_tiles_are_compared_before_they_are_used(monkeypatch: pytest.MonkeyPatch
     assert not kernels().tiles_agree(x, weights, sizes)
 
 
-def test_scratch_is_what_a_product_takes() -> None:
-    """None where one program takes all splits."""
-    inputs, outputs = SIZES
-    assert kernels().scratch_bytes(16, inputs, outputs) == 4 * 2 * 16 * outputs
-    assert kernels().scratch_bytes(65, inputs, outputs) == 0
-
-
 def experts_of(format: Format) -> ScaledWeight:
     """Four experts with random weights."""
     inputs, outputs = SIZES

@@ -37,16 +37,9 @@ def _chain(rng: random.Random, num_tokens: int, start: int) -> SequenceStep:
     )
 
 
-def _tree(rng: random.Random, num_tokens: int, start: int, *, positions: bool) -> SequenceStep:
+def _tree(rng: random.Random, num_tokens: int, start: int) -> SequenceStep:
+    """Its tokens see the same rows, and few of their own."""
     step = _chain(rng, num_tokens, start)
-    step.visible = torch.rand(num_tokens, start + num_tokens) < 0.5
-    step.key_positions = torch.randint(0, 500, (start + num_tokens,)) if positions else None
-    return step
-
-
-def _grown(rng: random.Random, num_tokens: int, start: int) -> SequenceStep:
-    """A tree whose tokens see the same rows, and few of their own."""
-    step = _tree(rng, num_tokens, start, positions=False)
     step.rows = rng.sample(range(start + num_tokens), num_tokens)
     step.positions = [rng.randrange(500) for _ in step.rows]
     num_keys = rng.choice([start + num_tokens, len(step.pages) * PAGE_SIZE])
@@ -58,14 +51,11 @@ def _grown(rng: random.Random, num_tokens: int, start: int) -> SequenceStep:
 
 def _seen(step: SequenceStep) -> np.ndarray:
     """bool [tokens, rows]: the rows that each token of a tree sees."""
-    if not step.own_rows:
-        return step.visible.numpy()
     return np.array([[seen or row in own for row, seen in enumerate(step.visible)] for own in step.own_rows])
 
 
 def _batch(seed: int) -> list[SequenceStep]:
-    """Chunks beside short sequences, pages copied and rows written twice, trees with and without positions, and trees
-    of which each token sees what all see and rows of its own."""
+    """Chunks beside short sequences, pages copied and rows written twice, trees with and without positions."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     longest = (1, 9, 40, 200)[seed % 4]
@@ -74,11 +64,8 @@ def _batch(seed: int) -> list[SequenceStep]:
         step.also = [(rng.randrange(len(step.token_ids)), rng.randrange(SCRATCH_ROW)) for _ in range(rng.randint(0, 4))]
         step.copies = [(rng.randrange(100), rng.randrange(100, 200))] * rng.randint(0, 1)
     if seed % 3 == 0:
-        for positions in (False, True):
-            steps.insert(0, _tree(rng, rng.randint(1, 12), rng.randint(0, 200), positions=positions))
-            steps[0].positions = [rng.randrange(500) for _ in steps[0].token_ids]
-        for _ in range(rng.randint(0, 2)):
-            steps.insert(rng.randrange(len(steps)), _grown(rng, rng.randint(1, 12), rng.randint(0, 200)))
+        for _ in range(rng.randint(1, 4)):
+            steps.insert(rng.randrange(len(steps)), _tree(rng, rng.randint(1, 12), rng.randint(0, 200)))
     return steps
 
 
@@ -158,7 +145,7 @@ def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
 
 @pytest.mark.compiler
 def test_sequences_are_gathered_as_by_python() -> None:
-    """Whatever holds their numbers, and whichever way trees say what their tokens see."""
+    """Whatever holds their numbers."""
     num_trees = 0
     for seed in range(96):
         steps, shapes = _batch(seed), SHAPES[seed % len(SHAPES)]
@@ -188,9 +175,7 @@ def test_sequences_are_gathered_as_by_python() -> None:
         {"also": [(0, 1, 2)]},
         {"num_logits": None},
         {"own_rows": [[0], [1]]},
-        {"visible": torch.ones(3, 2, dtype=torch.bool)},
-        {"visible": torch.ones(2, 4, dtype=torch.bool)[:, ::2]},
-        {"visible": torch.ones(2, 2, dtype=torch.bool), "key_positions": torch.arange(3)},
+        {"visible": torch.ones(2, 2, dtype=torch.bool), "own_rows": [[0], [1]]},
         {"visible": torch.ones(2, dtype=torch.bool)},
         {"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0]]},
         {"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0], 1]},
@@ -221,10 +206,11 @@ def test_what_engines_do_not_make_is_left_to_python(change: dict[str, object]) -
         ({"also": [(2, 0)]}, "also has 2"),
         ({"also": [(0, -1)]}, "also has -1"),
         ({"own_rows": [[0], [1]]}, "own_rows is set"),
-        ({"visible": torch.ones(2, 65, dtype=torch.bool)}, r"visible is \[2, 65\]"),
+        ({"visible": torch.ones(2, 2, dtype=torch.bool)}, r"visible is \[2, 2\]"),
+        ({"visible": torch.ones(65, dtype=torch.bool)}, r"visible is \[65\]: 1 to 64 rows"),
         ({"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0], [2]]}, "own_rows has 2: visible has 2 rows"),
         ({"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0]]}, "own_rows has 1 entries"),
-        ({"visible": torch.ones(2, 2, dtype=torch.bool), "key_positions": torch.arange(3)}, r"key_positions is \[3\]"),
+        ({"visible": torch.ones(2, dtype=torch.bool), "key_positions": torch.arange(3)}, r"key_positions is \[3\]"),
     ],
     ids=str,
 )
@@ -279,7 +265,7 @@ FAULTS = {
     "local = std::min(begin + p, tokens - 1)": "local = std::min(begin + p, tokens - 1 - (fault(0) && tokens > 1))",
     "pages[p < tables ? p : 0]": "pages[p < tables ? p : fault(1) ? tables - 1 : 0]",
     "first += tokens, pages += tables": "first += tokens, pages += tables - (fault(2) && i == 1)",
-    "visible[i] + local * seen": "visible[i] + (local - (fault(3) && local)) * seen",
+    "sees + width, 0, s.keys() - width": "sees + width - fault(3), 0, s.keys() - width + fault(3)",
     "row + (i - from) % kPage": "row + (i - (fault(4) ? 0 : from)) % kPage",
     "j <= *own": "j + fault(5) <= *own",
     "begin + p < tokens - 1) own": "begin + p < tokens - 1 - fault(6)) own",
@@ -326,7 +312,7 @@ def test_a_decoded_plan_is_the_encoded_one(seed: int) -> None:
     steps = [_chain(rng, rng.randint(1, 40), rng.randint(0, 300)) for _ in range(rng.randint(1, 5))]
     steps[0].copies = [(3, 4)] * (seed % 3)
     if seed % 2:
-        steps.append(_tree(rng, rng.randint(1, 12), rng.randint(0, 200), positions=seed % 4 == 1))
+        steps.append(_tree(rng, rng.randint(1, 12), rng.randint(0, 200)))
     plan = StepPlan.of(steps, SCRATCH_ROW, SHAPES[seed % len(SHAPES)])
     twin = StepPlan.decode(plan.encode())
     assert torch.equal(plan.buffer, twin.buffer)
@@ -341,7 +327,7 @@ def test_a_decoded_plan_is_the_encoded_one(seed: int) -> None:
 def test_the_sliding_window_counts_positions_and_not_rows() -> None:
     """A tree's rows lie behind each other while its positions do not."""
     step = SequenceStep([5, 6], [10, 10], [10, 11], [0], num_logits=2)
-    step.visible = torch.ones(2, 12, dtype=torch.bool)
+    step.visible, step.own_rows = torch.ones(12, dtype=torch.bool), [[], []]
     step.key_positions = torch.tensor([*range(10), 10, 10])
     _, near = StepPlan.of([step], SCRATCH_ROW).masks(torch.float32, 3)
     assert (near[0, 0, :2] == 0).nonzero()[:, 1].tolist() == [8, 9, 10, 11] * 2

@@ -290,7 +290,8 @@ if role == "target":
 else:
     width = drafter.max_leaves
     rows = range(longest, longest + width)
-    tree = SequenceStep([5] * width, rows, rows, pages, width, torch.ones(width, rows.stop, dtype=torch.bool))
+    visible, own = torch.ones(rows.stop, dtype=torch.bool), [[row] for row in rows]
+    tree = SequenceStep([5] * width, rows, rows, pages, width, visible, own_rows=own)
     draft_candidates(runner.forward([tree]), [Row(state)] * width, config.draft.draft_top_m)
 print(json.dumps({"before": before, "loaded": loaded, "peak": status("VmHWM")}))
 """

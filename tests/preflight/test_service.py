@@ -374,7 +374,7 @@ def test_the_estimate_is_what_the_loaded_model_takes(tmp_path, family):
     model.save_pretrained(tmp_path)
     facts = Checkpoint.open(str(tmp_path)).size("float32")
     loaded, _ = pair(family)
-    assert facts.num_parameters == loaded.num_parameters
+    assert facts.num_parameters == loaded.size.num_parameters
     assert facts.weights_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
     assert replace(facts, expert_share=0.0) == loaded.size, "which does not count what experts take"
 

@@ -55,11 +55,8 @@ def step(rng: random.Random) -> SequenceStep:
     keys = rng.choice((1, 3, 64, 64 * num_pages, 65))
     trees: dict[str, Any] = {}
     if rng.random() < 0.5:
-        apiece = rng.random() < 0.5
-        trees["visible"] = torch.ones(
-            (count, keys) if apiece else (keys,), dtype=rng.choice((torch.bool, torch.bool, torch.int64))
-        )
-        trees["own_rows"] = () if apiece else [list(numbers(rng, 2)) for _ in range(count)]
+        trees["visible"] = torch.ones(keys, dtype=rng.choice((torch.bool, torch.bool, torch.int64)))
+        trees["own_rows"] = [list(numbers(rng, 2)) for _ in range(count)]
         if rng.random() < 0.5:
             trees["key_positions"] = torch.arange(keys, dtype=rng.choice((torch.int64, torch.int64, torch.int32)))
     spread = range(count) if rng.random() < 0.5 else numbers(rng, count, 70)
@@ -163,7 +160,7 @@ def grown(rng: random.Random) -> None:
 def observed(rng: random.Random) -> None:
     weights = calibration.Calibration(rng.randint(1, 3), calibration.Calibration(2))
     gaps = tuple(rng.choice((0.1, 9.0, float("inf"), float("nan"))) for _ in range(rng.randint(0, 5)))
-    weights.observe(gaps, rng.choice((None, number(rng))), rng.randint(0, 9))
+    weights.observe(gaps, rng.choice((None, number(rng))))
     expansion = calibration.Expansion(gaps, weights, gaps[: rng.choice((0, len(gaps)))], weights, 0.5)
     calibration.expect([expansion], 0.01)
 

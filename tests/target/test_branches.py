@@ -154,9 +154,8 @@ def shifted(steps: list[SequenceStep]) -> None:
         if pages_for(rows.stop) > len(step.pages):
             continue
         step.rows = rows
-        seen = torch.arange(rows.stop)[None] <= torch.tensor(rows)[:, None]
-        seen[:, first] = False
-        step.visible = seen
+        step.visible = torch.zeros(rows.stop, dtype=torch.bool)
+        step.own_rows = [[r for r in range(row + 1) if r != first] for row in rows]
         step.key_positions = torch.arange(rows.stop) - (torch.arange(rows.stop) > first).long()
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tests.drafters.head_files import write_exit
 from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
+from tests.support.noise import gumbel_at
 from tests.support.pump import Pump, Request, assert_same, in_mode
 from tests.support.rings import slow
 from torch import Tensor
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HintOptions, LocalConfig, ServiceConfig, TargetOptions, TargetSetup
-from paceline.core.noise import Stream, gumbel_at, seed_bits
+from paceline.core.noise import Stream, seed_bits
 from paceline.core.tree import Producer, Proposal
 from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.partial_model import Continued, borrow, layers_from

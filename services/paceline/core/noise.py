@@ -89,31 +89,32 @@ def _xor_(a: Tensor, b: Tensor) -> Tensor:
     return out.bitwise_and_(_MASK)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, nonces: Tensor | None = None) -> Tensor:
-    """Gumbel noise of whole vocabulary rows.
+def gumbel(
+    seeds: Tensor, positions: Tensor, stream: Stream, num_tokens: int, nonces: Tensor | None = None, first: int = 0
+) -> Tensor:
+    """Gumbel noise of the tokens [first, first + num_tokens).
 
     Args:
         seeds, positions: [rows] int64; seeds are bit patterns (``seed_bits``).
         nonces: [rows] int64, 0 if absent.
 
     Returns:
-        [rows, vocab_size] float32.
+        [rows, num_tokens] float32.
     """
-    return exact_gumbel(_dense_words(seeds, positions, stream, vocab_size, nonces))
-
-
-def gumbel_at(
-    seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None = None
-) -> Tensor:
-    """Gumbel noise of single tokens: the values of ``gumbel`` at ``token_ids`` [rows, m], as [rows, m] float32."""
-    return exact_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
+    # One Philox call yields the four words of tokens 4 i to 4 i + 3: whole lanes, then cut to the tokens asked for.
+    lanes = torch.arange(first // 4, (first + num_tokens + 3) // 4, device=seeds.device)[None]
+    words = philox(_counter(lanes, positions[:, None], stream, _column(nonces)), _key(seeds[:, None]))
+    return exact_gumbel(torch.stack(words, dim=-1).flatten(1)[:, first % 4 : first % 4 + num_tokens])
 
 
 def fast_gumbel_at(
     seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None = None
 ) -> Tensor:
-    """Approximate ``gumbel_at`` in float64 by the device's own logarithm (within 2e-6), where bits do not matter."""
-    return fast_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
+    """``gumbel`` of single tokens [rows, m], in float64 by the device's own logarithm: within 2e-6, where bits do not
+    matter."""
+    counter = _counter(token_ids >> 2, positions[:, None], stream, _column(nonces))
+    words = torch.stack(philox(counter, _key(seeds[:, None])), dim=-1)
+    return _unit_interval(words.gather(-1, (token_ids & 3)[..., None]).squeeze(-1)).log_().neg_().log_().neg_()
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: Stream, lane: int = 0) -> Tensor:
@@ -144,7 +145,7 @@ def gumbel_max(
     """Runs ``gumbel_argmax`` on a part of the vocabulary: the part with the largest score has the sample of the whole.
 
     Sums are taken in float64 of the exact float32 noise; equal ones go to the lower id. One pass does it: ``rows.cpp``
-    on the CPU, ``cuda_rows.py`` on CUDA. Torch stands in for both.
+    on the CPU, ``cuda_rows.py`` on CUDA. The torch form replaces both.
 
     Args:
         log_weights: [rows, tokens] float, of the tokens [first, first + tokens). May hold -inf only.
@@ -152,8 +153,10 @@ def gumbel_max(
     Returns:
         Scores [rows] float64 and token ids [rows] int64. Equal scores of two parts go to the lower id.
     """
-    if _is_native(log_weights):
-        token_ids, best = native.gumbel_max(log_weights, _native_keys(seeds, positions, nonces), stream, first)
+    if native.usable(log_weights, torch.float32, torch.float64, torch.bfloat16):
+        nonces = torch.zeros_like(positions) if nonces is None else nonces
+        keys = torch.stack((seeds, positions, nonces), dim=-1).flatten().tolist()
+        token_ids, best = native.gumbel_max(log_weights, keys, stream, first)
         return best, token_ids
     if cuda.usable(log_weights):
         from paceline.core import cuda_rows  # imports triton
@@ -165,19 +168,9 @@ def gumbel_max(
     for start in range(0, num_rows, at_once):
         own = slice(start, start + at_once)
         last = None if nonces is None else nonces[own]
-        words = _dense_words(seeds[own], positions[own], stream, num_tokens, last, first)
-        best[own], token_ids[own] = exact_gumbel(words).to(torch.float64).add_(log_weights[own]).max(-1)
+        noise = gumbel(seeds[own], positions[own], stream, num_tokens, last, first)
+        best[own], token_ids[own] = noise.to(torch.float64).add_(log_weights[own]).max(-1)
     return best, token_ids + first
-
-
-def _is_native(log_weights: Tensor) -> bool:
-    return native.usable(log_weights, torch.float32, torch.float64, torch.bfloat16)
-
-
-def _native_keys(seeds: Tensor, positions: Tensor, nonces: Tensor | None) -> list[int]:
-    last = torch.zeros_like(positions) if nonces is None else nonces
-    keys: list[int] = torch.stack((seeds, positions, last), dim=-1).flatten().tolist()
-    return keys
 
 
 def _key(seeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,29 +189,8 @@ def _column(values: Tensor | None) -> Tensor | None:
     return None if values is None else values[:, None]
 
 
-def _dense_words(
-    seeds: Tensor, positions: Tensor, stream: Stream, num_tokens: int, nonces: Tensor | None, first: int = 0
-) -> Tensor:
-    """Output words of the tokens [first, first + num_tokens): [rows, num_tokens] int64."""
-    # One Philox call yields the four words of tokens 4 i to 4 i + 3: whole lanes, then cut to the tokens asked for.
-    lanes = torch.arange(first // 4, (first + num_tokens + 3) // 4, device=seeds.device)[None]
-    words = philox(_counter(lanes, positions[:, None], stream, _column(nonces)), _key(seeds[:, None]))
-    return torch.stack(words, dim=-1).flatten(1)[:, first % 4 : first % 4 + num_tokens]
-
-
-def _words_at(seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None) -> Tensor:
-    """Output words of single tokens; the other arguments broadcast against ``token_ids``."""
-    words = philox(_counter(token_ids >> 2, positions, stream, nonces), _key(seeds))
-    return torch.stack(words, dim=-1).gather(-1, (token_ids & 3)[..., None]).squeeze(-1)
-
-
 def _unit_interval(words: Tensor) -> Tensor:
     return words.to(torch.float64).add_(0.5).mul_(2.0**-32)
-
-
-def fast_gumbel(words: Tensor) -> Tensor:
-    """Gumbel noise, float64, of random words of any shape, by the library's logarithms: within 2e-6 of exact."""
-    return _unit_interval(words).log_().neg_().log_().neg_()
 
 
 def exact_gumbel(words: Tensor) -> Tensor:

@@ -210,15 +210,13 @@ class SamplerState:
     def picks_at_once(self) -> bool:
         """True if a native function draws this session's tokens in one pass over the logits. This needs a session with
         no processors other than the temperature, structured output, top-k and min-p, which only leave out tokens."""
-        return not (
-            self._others is not None
-            or self.params.logit_bias
-            or self.params.bad_words
-            or self._stop_ids
-            or self._repeats
-            or self._counts
-            or self.top_p < 1
-        )
+        return not (self._changes_all or self._stop_ids or self.top_p < 1)
+
+    @cached_property
+    def _changes_all(self) -> bool:
+        """True if a processor between structured output and temperature may change any row's logits."""
+        params, always = self.params, self._others is not None or self._repeats or self._counts
+        return always or bool(params.logit_bias or params.bad_words)
 
     @cached_property
     def cuts(self) -> bool:
@@ -259,14 +257,7 @@ class SamplerState:
     @property
     def changes(self) -> bool:
         """True if any processor between structured output and temperature can change logits now."""
-        return bool(
-            self._others is not None
-            or self.params.logit_bias
-            or self.params.bad_words
-            or (self._stop_ids and self.num_output_tokens < self.params.min_tokens)
-            or self._repeats
-            or self._counts
-        )
+        return self._changes_all or bool(self._stop_ids and self.num_output_tokens < self.params.min_tokens)
 
     def edit_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
         """Applies the processors before the temperature in place to [rows, vocab] float32, one suffix per row."""

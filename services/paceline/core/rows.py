@@ -25,7 +25,7 @@ from paceline.core.native import Library
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LIBRARY = Library(Path(__file__).with_suffix(".cpp"), "the passes over vocabulary rows", _OPTIONS, of_torch=False)
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-_MAX_TOKENS = 2**31
+_MAX_TOKENS, _MAX_CHILDREN = 2**31, 2**16
 Masks = NDArray[np.uint8]
 """[rows, bytes]: bit v % 8 of byte v // 8 is set if token v of the row may be taken; others count as -inf."""
 
@@ -227,7 +227,7 @@ def guess(
     rows, m = token_ids.shape
     token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
     _same(token_ids, log_q)
-    _limited("fan_outs", fan_outs, 1, _MAX_TOKENS)
+    _limited("fan_outs", fan_outs, 1, _MAX_CHILDREN)
     width = max(fan_outs) - 1
     found, counts = (ctypes.c_int64 * (rows * width))(), (ctypes.c_int64 * rows)()
     behind, bonus = (ctypes.c_double * (rows * width))(), (ctypes.c_double * (rows * (width + 1)))()
@@ -278,7 +278,7 @@ def draft(
         of each row the token (-1: there is none, and nothing else), the packed columns of the q that it was drawn from,
         the distance of its two largest log q in nats, and what ``guess`` returns.
     """
-    _limited("fan_outs", fan_outs, 1, _MAX_TOKENS)
+    _limited("fan_outs", fan_outs, 1, _MAX_CHILDREN)
     _limited("m", [m], 1, x.shape[1])
     _limited("num_best", [num_best], 0, _MAX_TOKENS)
     rows, width = len(x), max(fan_outs) - 1

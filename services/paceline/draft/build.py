@@ -25,7 +25,7 @@ from paceline.draft.report import describe
 from paceline.drafters import calibration, parts
 from paceline.drafters.building import Building, Built
 from paceline.drafters.cascade import VerticalDrafter
-from paceline.drafters.heads.load import remote_plan
+from paceline.drafters.heads.load import open_configured
 from paceline.drafters.heads.remote import RemoteHead
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.parallel import ParallelDrafter
@@ -75,8 +75,9 @@ def affordable_width(runner: ModelRunner) -> int:
         """As a draft runs them: a tree, or branches."""
         if has_branches:
             return [SequenceStep([0], range(1), range(1), [page], 1, committed=0) for page in pages[:num_tokens]]
-        span, visible = range(num_tokens), torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_()
-        return [SequenceStep([0] * num_tokens, span, span, pages, num_logits=num_tokens, visible=visible)]
+        span, visible = range(num_tokens), torch.zeros(num_tokens, dtype=torch.bool)
+        own = [[*range(row + 1)] for row in span]
+        return [SequenceStep([0] * num_tokens, span, span, pages, num_tokens, visible, own_rows=own)]
 
     def seconds(num_tokens: int) -> float:
         times = []
@@ -160,7 +161,7 @@ def build_head(building: Building) -> Built:
     setup, options, target = building.setup, building.options, building.target
     torch.set_num_threads(1)
     placement = resolve(options, occupy(options, setup.target_gpus))
-    plan = remote_plan(options, target)
+    plan = open_configured(options.head, target)
     max_len = building.max_context_len
     require_head(setup, target, placement)
     stages.info("loading the head")

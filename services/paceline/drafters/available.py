@@ -153,10 +153,9 @@ def of_streams(asked: Asked) -> AvailableMethod:
     assert source is not None
     assert size is not None
     streams = open_streams(asked.target, source)
-    above = int((1 - streams.boundary / size.num_layers) * size.bytes_read(1))
-    num_bytes = above + asked.bytes_of(streams.head.num_parameters)
-    above_layers = size.num_layers - streams.boundary
-    return asked.found(forward_bytes=num_bytes, num_layers=above_layers, one_pass=True, most_tokens=streams.num_streams)
+    above_layers = size.num_layers - streams.features.boundaries[0]
+    num_bytes = int(above_layers / size.num_layers * size.bytes_read(1)) + asked.bytes_of(streams.num_parameters)
+    return asked.found(forward_bytes=num_bytes, num_layers=above_layers, one_pass=True, most_tokens=streams.most_tokens)
 
 
 def of_draft(asked: Asked) -> AvailableMethod:

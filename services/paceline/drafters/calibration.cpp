@@ -125,8 +125,8 @@ void paceline_expect(int64_t rows, double least, const int64_t* sizes, const Tab
 }
 
 // Calibration.observe; `taken`: the rank that the target took, -1 for none.
-void paceline_observe(const Table* table, int64_t n, const double* gaps, int64_t taken, int64_t first_rank) {
-  for (int64_t rank = first_rank; rank < n; ++rank) {
+void paceline_observe(const Table* table, int64_t n, const double* gaps, int64_t taken) {
+  for (int64_t rank = 0; rank < n; ++rank) {
     const int64_t at = cell(rank, gaps[rank]);
     const double hit = rank == taken ? 1.0 : 0.0;
     table->add(at, hit);

@@ -66,18 +66,13 @@ def ranked_gaps(scores: Sequence[float]) -> tuple[float, ...]:
     return tuple(gaps)
 
 
-def sampled(log_q: Sequence[float], behind: Sequence[float]) -> Evidence:
-    """Evidence under the rejection rule.
+def sampled_gaps(log_q: Sequence[float], behind: Sequence[float]) -> tuple[float, ...]:
+    """The gaps under the rejection rule.
 
     Args:
         log_q: the two largest of all tokens, in nats.
         behind: how far the score of each guessed sibling is below the best one, in nats.
     """
-    return evidence_of(sampled_gaps(log_q, behind), sampled=True)
-
-
-def sampled_gaps(log_q: Sequence[float], behind: Sequence[float]) -> tuple[float, ...]:
-    """The gaps of ``sampled``."""
     return (log_q[0] - log_q[1] if len(log_q) > 1 else math.inf, *behind)
 
 
@@ -165,21 +160,17 @@ class Calibration:
         slopes = [self._value(0, at, 1.0) - constant for at, constant in enumerate(constants)]
         return _EDGES, constants, slopes, _RANKED_MASS
 
-    def observe(self, gaps: Sequence[float], rank: int | None, first_rank: int = 0) -> None:
-        """Records the rank of the candidate that the target took (None: none of them), here and in the parent.
-
-        Ranks below ``first_rank`` were not on trial.
-        """
+    def observe(self, gaps: Sequence[float], rank: int | None) -> None:
+        """Records the rank of the candidate that the target took (None: none of them), here and in the parent."""
         if (library := load_library()) is not None:
             seen, taken = array("d", gaps), -1 if rank is None else rank
-            library.paceline_observe(self.address, len(seen), seen.buffer_info()[0], taken, first_rank)
+            library.paceline_observe(self.address, len(seen), seen.buffer_info()[0], taken)
             return
         for r, gap in enumerate(gaps):
-            if r >= first_rank:
-                at = 2 * (r * _NUM_BINS + bisect_right(_EDGES, gap))
-                self._add(at, 1.0 if r == rank else 0.0)
-                if self._parent is not None:
-                    self._parent._add(at, 1.0 if r == rank else 0.0)
+            at = 2 * (r * _NUM_BINS + bisect_right(_EDGES, gap))
+            self._add(at, 1.0 if r == rank else 0.0)
+            if self._parent is not None:
+                self._parent._add(at, 1.0 if r == rank else 0.0)
 
     def _add(self, at: int, hit: float) -> None:
         cells, keep = self.cells, self._keep
@@ -298,6 +289,6 @@ def load_library() -> ctypes.CDLL | None:
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.paceline_expect.argtypes = [integer, ctypes.c_double, *[pointer] * 8]
-    library.paceline_observe.argtypes = [pointer, integer, pointer, integer, integer]
+    library.paceline_observe.argtypes = [pointer, integer, pointer, integer]
     library.paceline_expect.restype = library.paceline_observe.restype = None
     return library

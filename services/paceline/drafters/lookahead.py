@@ -83,11 +83,6 @@ class LookaheadHead(Stateless, OfSessions[_Session]):
         """This drafter."""
         return self
 
-    def ready(self, session_id: str) -> bool:
-        """True for any open session."""
-        self._session(session_id)
-        return True
-
     @property
     def num_guesses(self) -> int:
         """W - 1 tokens of level 0, and W of each other level."""

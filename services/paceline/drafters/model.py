@@ -131,10 +131,6 @@ class ModelDrafter(OfSessions[RowSession]):
             session.begin(self.cache)
         return room > 0
 
-    def ready(self, session_id: str) -> bool:
-        """True once the session's prompt is computed."""
-        return self._session(session_id).ready
-
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """Candidates of the leaves by one forward; a leaf without room for its row gets none."""
         return self.expand_best(leaves, best=False)

@@ -386,6 +386,10 @@ class OfSessions(Plain, Generic[Held]):
         """Drops the session."""
         self.sessions.pop(session_id, None)
 
+    def ready(self, session_id: str) -> bool:
+        """True for an open session, unless its own ``ready`` is not."""
+        return bool(getattr(self._session(session_id), "ready", True))
+
     def _session(self, session_id: str) -> Held:
         try:
             return self.sessions[session_id]

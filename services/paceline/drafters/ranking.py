@@ -23,7 +23,7 @@ from paceline.core.noise import Stream
 from paceline.core.processors import Row, masks_of
 from paceline.core.sampling import best_coupled, best_recovered, draft_candidates, row_keys
 from paceline.core.verification import sample_draft
-from paceline.drafters.calibration import ACCEPTANCE, Evidence, evidence_of, ranked_gaps, sampled_gaps
+from paceline.drafters.calibration import ACCEPTANCE, ranked_gaps, sampled_gaps
 from paceline.drafters.protocol import Candidates
 from paceline.messages import SparseDistribution, record
 from paceline.model.chain import Ranked
@@ -61,16 +61,11 @@ class Ranking:
 
     token_ids: tuple[int, ...]
     gaps: tuple[float, ...]
-    """Score gaps that ``evidence`` uses."""
+    """Score gaps, the evidence on the children (``calibration.evidence_of``)."""
     q: SparseDistribution | None = None
     """Rejection rule: the distribution that the first was drawn from."""
     bonus: tuple[float, ...] = ()
     """Rejection rule: by how much each one's score as a guess of the bonus token is below the best, in nats."""
-
-    @property
-    def evidence(self) -> Evidence:
-        """The evidence on the children, for ``Calibration.probabilities``."""
-        return evidence_of(self.gaps, sampled=bool(self.bonus))
 
 
 def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:

@@ -186,14 +186,11 @@ class SharedTexts:
             parts.append(SuffixAutomaton(self._max_depth))
             self._parts.move_to_end(salt)
             while self.num_tokens > self._max_tokens and self.num_tokens > _PART_COST:
-                self._drop_oldest()
+                oldest, parts = next(iter(self._parts.items()))
+                parts.popleft()
+                if not parts:
+                    del self._parts[oldest]
         return self._parts[salt][-1]
-
-    def _drop_oldest(self) -> None:
-        salt, parts = next(iter(self._parts.items()))
-        parts.popleft()
-        if not parts:
-            del self._parts[salt]
 
 
 class SuffixDrafter(Stateless, OfSessions[_Session]):

@@ -19,6 +19,10 @@
 Every message names the given value and the allowed ones.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 def reason_of(error: BaseException) -> str:
     """What an error of another library says, in one line: its first one, with the next where that ends in a colon."""
@@ -114,3 +118,9 @@ def by_name(name: str, base: type[PacelineError] = PacelineError) -> type[Paceli
 def as_paceline_error(error: BaseException) -> PacelineError:
     """Returns an error of Paceline as it is, and an EngineError with type and message of any other."""
     return error if isinstance(error, PacelineError) else EngineError(f"{type(error).__name__}: {error}")
+
+
+def named(names: Iterable[str]) -> str:
+    """The first three names, and how many there are beyond them."""
+    listed = [*names]
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -18,9 +18,9 @@ from transformers import PretrainedConfig
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.packing import MXFP4_GROUP, WORD_BITS, Format, Packing, factor
 from paceline.errors import ConfigError
-from paceline.model.held import INTEGER_ZEROS
 from paceline.model.local_config import read_config
 from paceline.model.parallel.load import CheckpointFiles
+from paceline.model.quantized_weights import INTEGER_ZEROS
 from paceline.model.scaled import FLOAT4, Scaled, stored_scales
 
 Box = tuple[slice, ...]

@@ -11,7 +11,7 @@ import torch
 
 from paceline.config import HeadDraftOptions, ModelOptions, apply_cublas_environment, visible_gpus
 from paceline.config.devices import choose_gpus
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reason_of
 
 _TOOL_S = 10.0
 _LEAST_DRIVERS = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
@@ -110,7 +110,7 @@ def _why_no_cuda() -> str:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "it finds none"
     except Exception as error:  # torch raises several kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = reason_of(error)
     least = _LEAST_DRIVERS.get(version.partition(".")[0])
     return f"{reason}; its CUDA {version} needs driver {least} or newer" if least else reason
 

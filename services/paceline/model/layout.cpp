@@ -101,16 +101,15 @@ int64_t ask(PyObject* tensor, PyObject* name) {
   return value ? PyLong_AsLongLong(value.get()) : -1;
 }
 
-// Adds the place of the values of a tensor in the host's memory, of `width` bytes each: [rows, num_values], or [num_values]
-// if `rows` is 0; of any num_values if that is -1 before.
-bool add_values(PyObject* tensor, int64_t rows, int64_t width, int64_t& num_values, Column& column) {
+// Adds the place of the values of a tensor [num_values] in the host's memory, of `width` bytes each; of any num_values if
+// that is -1 before.
+bool add_values(PyObject* tensor, int64_t width, int64_t& num_values, Column& column) {
   Ref on_host(PyObject_GetAttr(tensor, names.is_cpu)), bytes(PyObject_GetAttr(tensor, names.nbytes));
   if (!on_host || !bytes || on_host.get() != Py_True) return false;
-  if (ask(tensor, names.dim) != (rows ? 2 : 1) || ask(tensor, names.is_contiguous) != 1) return false;
-  const int64_t size = PyLong_AsLongLong(bytes.get()), at = ask(tensor, names.data_ptr), row = width * (rows ? rows : 1);
-  if (PyErr_Occurred() || (rows && PyObject_Size(tensor) != rows) || size % row != 0) return false;
-  if (num_values >= 0 && size != num_values * row) return false;
-  num_values = size / row;
+  if (ask(tensor, names.dim) != 1 || ask(tensor, names.is_contiguous) != 1) return false;
+  const int64_t size = PyLong_AsLongLong(bytes.get()), at = ask(tensor, names.data_ptr);
+  if (PyErr_Occurred() || size % width != 0 || (num_values >= 0 && size != num_values * width)) return false;
+  num_values = size / width;
   column.push_back(at);
   return true;
 }
@@ -131,7 +130,7 @@ bool is_empty(PyObject* values) { return PyObject_Size(values) == 0; }
 
 // The columns of a step.
 struct Columns {
-  // Of each sequence: tokens, pages and logits, keys that its tree sees, 0 if it is none, and tokens with rows of their own.
+  // Of each sequence: tokens, pages and logits, and keys that its tree sees, 0 if it is none.
   Column counts;
   Column ids, rows, positions, pages, also, own;
   Column visible, key_positions;  // addresses, 0 where there is none
@@ -152,29 +151,26 @@ struct Columns {
     }
     if (apart && (!add(of[kPositions], positions) || positions.size() != ids.size())) return false;
     const auto tokens = static_cast<int64_t>(ids.size() - first), tables = static_cast<int64_t>(pages.size() - first_page);
-    int64_t keys = 0, owners = 0;
+    int64_t keys = 0;
     if (!within(rows, first, tables * kPage) || logits < 0 || logits > tokens) return false;
     if (!add_also(of[kAlso], static_cast<int64_t>(first), tokens, also)) return false;
-    if (!add_tree(of, tokens, keys, owners) || keys > tables * kPage) return false;
-    counts.insert(counts.end(), {tokens, tables, logits, keys, owners});
+    if (!add_tree(of, tokens, keys) || keys > tables * kPage) return false;
+    counts.insert(counts.end(), {tokens, tables, logits, keys});
     num_logits += logits, shortest = std::min(shortest, tokens), longest = std::max(longest, tokens);
     return is_empty(of[kCopies]) || PyList_SetSlice(copies, PY_SSIZE_T_MAX, PY_SSIZE_T_MAX, of[kCopies]) == 0;
   }
 
-  // What the tokens of a sequence see, where that is not all rows up to their own: each some rows, or all the same ones and
-  // each its own in addition.
-  bool add_tree(PyObject* const* of, int64_t num_tokens, int64_t& keys, int64_t& owners) {
+  // What the tokens of a sequence see, where that is not all rows up to their own: all the same ones, and each its own.
+  bool add_tree(PyObject* const* of, int64_t num_tokens, int64_t& keys) {
     if (of[kVisible] == Py_None) {
       visible.push_back(0), key_positions.push_back(0);
       return is_empty(of[kOwnRows]);
     }
     keys = -1;
-    const bool apiece = is_empty(of[kOwnRows]);  // each token says all that it sees
-    if (!add_values(of[kVisible], apiece ? num_tokens : 0, 1, keys, visible) || keys == 0) return false;
-    if (!apiece && !add_own(of[kOwnRows], num_tokens, keys, own)) return false;
-    owners = apiece ? 0 : num_tokens;
+    if (!add_values(of[kVisible], 1, keys, visible) || keys == 0) return false;
+    if (!add_own(of[kOwnRows], num_tokens, keys, own)) return false;
     if (of[kKeyPositions] == Py_None) key_positions.push_back(0);
-    else if (!add_values(of[kKeyPositions], 0, 8, keys, key_positions)) return false;
+    else if (!add_values(of[kKeyPositions], 8, keys, key_positions)) return false;
     most_keys = std::max(most_keys, keys);
     return true;
   }
@@ -259,7 +255,7 @@ void widen(const T* from, int64_t m, int64_t other, T* to, int64_t n, int64_t wi
 Shape shape_of(const Columns& columns, int64_t row_len) {
   const auto tokens = static_cast<int64_t>(columns.ids.size());
   int64_t rows = 0;
-  for (size_t i = 0; i < columns.counts.size(); i += 5) rows += (columns.counts[i] + row_len - 1) / row_len;
+  for (size_t i = 0; i < columns.counts.size(); i += 4) rows += (columns.counts[i] + row_len - 1) / row_len;
   const int64_t writes = tokens + static_cast<int64_t>(columns.also.size()) / 2;
   const int64_t sizes[] = {tokens, writes, columns.num_logits, rows, row_len, (columns.num_rows + kPage - 1) / kPage,
                            columns.most_keys > 0};
@@ -278,8 +274,8 @@ void fill(const Columns& columns, int64_t scratch_row, const Shape& s, int64_t* 
   const auto* key_positions = reinterpret_cast<const int64_t* const*>(columns.key_positions.data());
   const auto n = static_cast<int64_t>(columns.visible.size()), num_also = static_cast<int64_t>(columns.also.size()) / 2;
   int64_t first = 0, logits = 0, row = 0;  // of the sequence, among all
-  for (int64_t i = 0; i < n; ++i, counts += 5) {
-    const int64_t tokens = counts[0], tables = counts[1], seen = counts[3], owners = counts[4];
+  for (int64_t i = 0; i < n; ++i, counts += 4) {
+    const int64_t tokens = counts[0], tables = counts[1], seen = counts[3];
     std::memcpy(f.tokens + first, ids + first, 8 * tokens);
     std::memcpy(f.positions + first, positions + first, 8 * tokens);
     for (int64_t j = tokens - counts[2]; j < tokens; ++j) f.logits_index[logits++] = first + j;
@@ -298,11 +294,10 @@ void fill(const Columns& columns, int64_t scratch_row, const Shape& s, int64_t* 
         if (!s.is_tree) continue;
         uint8_t* sees = f.visible + place * s.keys();
         const int64_t width = seen ? seen : f.query_rows[place] + 1;
-        if (owners) std::memcpy(sees, visible[i], seen);
-        else if (seen) std::memcpy(sees, visible[i] + local * seen, seen);
+        if (seen) std::memcpy(sees, visible[i], seen);
         else std::memset(sees, 1, width);
         std::memset(sees + width, 0, s.keys() - width);
-        if (!owners) continue;
+        if (!seen) continue;
         for (int64_t j = 1; j <= *own; ++j) sees[own[j]] = 1;
         if (begin + p < tokens - 1) own += 1 + *own;  // the padding has the last token's rows, too
       }
@@ -313,7 +308,7 @@ void fill(const Columns& columns, int64_t scratch_row, const Shape& s, int64_t* 
       for (int64_t key = given; key < s.keys(); ++key) of_key[key] = key;
     }
     first += tokens, pages += tables;
-    if (owners) own += 1 + *own;
+    if (seen) own += 1 + *own;
   }
   pad(f.tokens, first, s.tokens), pad(f.positions, first, s.tokens), pad(f.scatter, first, s.tokens);
   pad(f.logits_index, logits, s.logit_rows);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,14 +28,14 @@ from paceline.checkpoint.size import ModelSize, gib, names_of, size_of
 from paceline.checkpoint.translated import INDEX
 from paceline.config import KVCacheDType, ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
-from paceline.errors import ConfigError, reason_of
+from paceline.errors import ConfigError, named, reason_of
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.flashinfer import Library, difference
 from paceline.model.attention.indexed import indexers_of
 from paceline.model.attention.kernels import Attention, Kernel, kernel_for
 from paceline.model.attention.paged import scale_pages
 from paceline.model.compiled import linear as cpu_linear
-from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
+from paceline.model.compiled.aot import NoCompilerError, StepGraph, cached_step, compiled_step, find_compiler
 from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.compiled.parts import RANKS_ON_GPUS, compile_parts
@@ -69,9 +69,6 @@ from paceline.model.stored_weights import StoredWeights
 from paceline.model.tails import widen_narrow_layers
 from paceline.model.workspace import workspace_bytes
 from paceline.types import Execution
-
-_NUM_NAMED = 3
-"""Parameters that a message names; of the others it gives the number."""
 
 log = logging.getLogger(__name__)
 
@@ -110,11 +107,6 @@ class LoadedModel:
     max_cuda_graphs: int = 256
     load_compiled: Callable[[], StepFunction | None] | None = None
     """Loads the compiled step from the cache, for a model that is eager until then; returns None if it is not there."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the model, tied ones counted once."""
-        return self.size.num_parameters
 
     @property
     def group(self) -> Collectives | None:
@@ -417,16 +409,17 @@ def prepare(
         if reason:
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
 
+    graph, folder = StepGraph(model, layers, window, kernel, taps, middle, linear), cache_dir() / "compiled"
+
     def load_compiled() -> StepFunction | None:
-        chosen, folder = choose(attention), cache_dir() / "compiled"
-        return cached_step(model, layers, window, chosen, folder, features, callback_boundary)
+        return cached_step(replace(graph, kernel=choose(attention)), folder)
 
     if compile == "later":
         step = None if never else load_compiled()
     elif compile and not on_cpu:
         log.info("%d parts of %s are compiled", compile_parts(model), type(model).__name__)
     elif compile:
-        step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled", taps, middle, linear)
+        step = compiled_step(graph, folder)
     waits = compile == "later" and step is None
     method, batch_dependence = quantization_of(model)
     return LoadedModel(
@@ -557,11 +550,11 @@ def load_pretrained(
         raise ConfigError(f"model {path!r} could not be loaded: {reason_of(error)}") from error
     if wrong := sorted(info["mismatched_keys"]):
         shapes = [f"{name} {list(theirs)} where config.json makes {list(ours)}" for name, theirs, ours in wrong]
-        raise ConfigError(f"model {path!r} has weights of other shapes than its config.json: {_named(shapes)}")
+        raise ConfigError(f"model {path!r} has weights of other shapes than its config.json: {named(shapes)}")
     if missing := [name for name in model.state_dict() if name in info["missing_keys"]]:
-        raise ConfigError(f"model {path!r} is not whole: no weight file holds {_named(missing)}")
+        raise ConfigError(f"model {path!r} is not whole: no weight file holds {named(missing)}")
     if part is None and (unexpected := sorted(info["unexpected_keys"])):
-        log.warning("model %r: ignoring unexpected weights: %s", path, _named(unexpected))
+        log.warning("model %r: ignoring unexpected weights: %s", path, named(unexpected))
     if getattr(model, "use_kernels", False):
         raise ConfigError(f"model {path!r} would run kernels from a hub, whose bits are theirs: they must be off")
     kept.fill(model, device)
@@ -585,13 +578,6 @@ class _Lazy:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._read()[index]
-
-
-def _named(parameters: Collection[str]) -> str:
-    """The first few names, and how many there are beyond them."""
-    names = [*parameters][:_NUM_NAMED]
-    more = len(parameters) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
 
 
 @contextmanager

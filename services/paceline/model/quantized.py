@@ -209,17 +209,13 @@ def why_eager(model: PreTrainedModel) -> str | None:
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that a quantized one consists of, in order; a plain one is its own."""
-    if not _is_composed(tensor):
+    if not bool(is_traceable_wrapper_subclass(tensor)):
         yield tensor
         return
     composed: Any = tensor
     names, _ = composed.__tensor_flatten__()
     for name in names:
         yield from plain_tensors(getattr(tensor, name))
-
-
-def _is_composed(tensor: Tensor) -> bool:
-    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def _quantization_config(model: PreTrainedModel) -> Any:

@@ -116,6 +116,7 @@ class ModelRunner:
         """``forward``, and the states that ``features`` name: ``[n, len(boundaries) * hidden]`` of all tokens of the
         step in order, or of those with logits if not ``every_position``."""
         logits, states = self.run_plan(self.plan(steps))
+        assert states is not None, "the model was loaded without features"
         return logits, self._of_tokens(states, steps)
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
@@ -133,10 +134,6 @@ class ModelRunner:
         """Ends the compilation's worker, if there is one. Idempotent."""
         if self._compilation is not None:
             self._compilation.close()
-
-    def run(self, plan: StepPlan) -> Tensor:
-        """``forward`` of a plan: logits ``[num_logits, vocab_size]``."""
-        return self.run_plan(plan)[0]
 
     @property
     def chains(self) -> bool:
@@ -178,10 +175,9 @@ class ModelRunner:
             self.cache.linear.confirm()
         return outputs
 
-    def _of_tokens(self, states: Tensor | None, steps: Sequence[SequenceStep]) -> Tensor:
+    def _of_tokens(self, states: Tensor, steps: Sequence[SequenceStep]) -> Tensor:
         """The states of a step without the rows of its padding."""
-        assert self.features is not None, "the model was loaded without features"
-        assert states is not None
+        assert self.features is not None
         every = self.features.every_position
         return states[: sum(len(step.token_ids) if every else step.num_logits for step in steps)]
 

@@ -20,7 +20,7 @@ from paceline.checkpoint.packing import SCALED_BLOCK, Format, factor
 from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.compiled.linear import replace_layers
-from paceline.model.held import INTEGER_ZEROS, Weights
+from paceline.model.quantized_weights import INTEGER_ZEROS, Weights
 
 INT8, INT4 = Format(8, 0), Format(4, 0, 32, "F16", has_zeros=True)
 """How weights are rounded here."""

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.checkpoint.packing import SCALED_BLOCK, factor
-from paceline.model.held import INTEGER_ZEROS, Weights
+from paceline.model.quantized_weights import INTEGER_ZEROS, Weights
 
 BLOCK = SCALED_BLOCK
 """Inputs of a block. Rows of codes are filled up to a multiple of it."""
@@ -279,12 +279,6 @@ def num_splits(inputs: int, outputs: int) -> tuple[int, int]:
         splits *= 2
     each = -(-blocks // splits)
     return -(-blocks // each), each
-
-
-def scratch_bytes(num_tokens: int, inputs: int, outputs: int) -> int:
-    """Bytes of the sums of a product's splits, which are freed after it."""
-    splits, _ = num_splits(inputs, outputs)
-    return 4 * splits * num_tokens * outputs if splits > 1 and num_tokens <= _FEW_TOKENS else 0
 
 
 class Routes(NamedTuple):

@@ -11,14 +11,14 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.indexed import INDEXED
 from paceline.checkpoint.linear import BOTH, CONV, LINEAR, PASSING, Kind, LinearSpec
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, reason_of
 from paceline.model.attention.chunks import CHUNKED, adopt_chunks
 from paceline.model.attention.compressed import COMPRESSED, replace_compressors, shares_keys
+from paceline.model.attention.dropped_arguments import pass_arguments_on
 from paceline.model.attention.indexed import PROBE, IndexedStep, indexers_of, replace_indexers
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.latent import adopt_latents, keeps_latents, over_latents
 from paceline.model.attention.paged import IMPLEMENTATIONS
-from paceline.model.attention.passing import pass_arguments_on
 from paceline.model.kv_cache import NO_KV, LayerSpec
 from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear.layers import linear_indices, replace_linear_layers
@@ -198,8 +198,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         except ConfigError:
             raise
         except Exception as error:  # transformers raises whatever its model classes raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"{name} does not support a registered attention function: {reason}") from error
+            raise ConfigError(f"{name} does not support a registered attention function: {reason_of(error)}") from error
         finally:
             if previous is not None:
                 model.set_attn_implementation(previous)

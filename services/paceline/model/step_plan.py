@@ -50,12 +50,12 @@ class SequenceStep:
     num_logits: int
     """Logits are computed for the last ``num_logits`` tokens."""
     visible: Tensor | None = None
-    """bool [len(token_ids), num_rows]; rows beyond are hidden. With ``own_rows`` bool [num_rows], the same for all."""
+    """bool [num_rows]: rows that all tokens see; rows beyond are hidden."""
     key_positions: Tensor | None = None
     """int64 [num_rows]: rotary position of each visible row, where rows are no positions (sliding windows need them).
     """
     own_rows: Sequence[Sequence[int]] = ()
-    """Rows that each token sees in addition to ``visible``; (): ``visible`` says all."""
+    """Rows that each token sees in addition to ``visible``."""
     also: Sequence[tuple[int, int]] = ()
     """Further flat KV rows that tokens of this step are written to: (index among ``token_ids``, row) each."""
     copies: Sequence[tuple[int, int]] = ()
@@ -348,13 +348,11 @@ def _check(step: SequenceStep) -> None:
             raise ValueError("own_rows is set: it is allowed with visible")
         return
     num_keys = step.visible.shape[-1]
-    shape = (num_keys,) if step.own_rows else (num_tokens, num_keys)
-    if step.visible.shape != shape or not 0 < num_keys <= num_rows:
-        allowed = f"{num_tokens} tokens or none, and 1 to {num_rows} rows, are allowed"
-        raise ValueError(f"visible is {[*step.visible.shape]}: {allowed}")
+    if step.visible.dim() != 1 or not 0 < num_keys <= num_rows:
+        raise ValueError(f"visible is {[*step.visible.shape]}: 1 to {num_rows} rows are allowed")
     if step.key_positions is not None and step.key_positions.shape != (num_keys,):
         raise ValueError(f"key_positions is {[*step.key_positions.shape]}: {[num_keys]} is allowed")
-    if step.own_rows and len(step.own_rows) != num_tokens:
+    if len(step.own_rows) != num_tokens:
         raise ValueError(f"own_rows has {len(step.own_rows)} entries: one for each of {num_tokens} tokens is allowed")
     for rows in step.own_rows:
         _check_each("own_rows", rows, num_keys, f"visible has {num_keys} rows")
@@ -432,11 +430,9 @@ def _tree_columns(owners: Sequence[tuple[SequenceStep, int, int]], local: NDArra
         if step.visible is None:
             into.visible[own] = key <= into.query_rows[own, :, None]
             continue
-        of_step = step.visible.numpy()
-        if step.own_rows:
-            of_step = np.repeat(of_step[None], len(step.token_ids), axis=0)
-            for seen, rows in zip(of_step, step.own_rows, strict=True):
-                seen[list(rows)] = True
+        of_step = np.repeat(step.visible.numpy()[None], len(step.token_ids), axis=0)
+        for seen, rows in zip(of_step, step.own_rows, strict=True):
+            seen[list(rows)] = True
         into.visible[own, :, : of_step.shape[1]] = of_step[local[own]]
         if step.key_positions is not None:
             into.key_positions[own, : of_step.shape[1]] = step.key_positions.numpy()

@@ -19,12 +19,12 @@ from paceline.core.processors import SamplerState
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.early_exit import ExitPlan, open_exit
-from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head, remote_plan
+from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_configured, open_head
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.partial_model import Continued, borrowed_or_read, layers_from, require_borrowable
 from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
-from paceline.drafters.heads.streaming import StreamsPlan, open_streams
+from paceline.drafters.heads.streaming import load_streams, open_streams
 from paceline.drafters.lookahead import LookaheadHead
 from paceline.drafters.protocol import Features, Head, Leaf
 from paceline.errors import ConfigError
@@ -57,7 +57,7 @@ class OpenedHead:
     """A head of the configuration whose checkpoint fits the target."""
 
     options: HeadOptions
-    plan: HeadPlan | ExitPlan | StreamsPlan | None
+    plan: HeadPlan | ExitPlan | None
     """None: it reads no states (a draft model, lookahead, suffixes)."""
 
     @property
@@ -114,19 +114,12 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
     return opened
 
 
-def open_states(options: HeadOptions, target: Checkpoint) -> HeadPlan:
-    """Examines a head that reads the target's hidden states. Raises ConfigError."""
-    boundaries = None if options.boundaries is None else tuple(options.boundaries)
-    num_tokens = options.num_speculative_tokens
-    return open_head(options.method, options.source, target, num_tokens=num_tokens, boundaries=boundaries)
-
-
 def open_exit_head(options: HeadOptions, target: Checkpoint) -> ExitPlan:
     """Examines an early exit. Raises ConfigError."""
     return open_exit(target, options.boundaries[0] if options.boundaries else None, options.source)
 
 
-def open_stream_head(options: HeadOptions, target: Checkpoint) -> StreamsPlan:
+def open_stream_head(options: HeadOptions, target: Checkpoint) -> HeadPlan:
     """Examines a head of streams. Raises ConfigError."""
     return open_streams(target, str(options.source), options.num_speculative_tokens)
 
@@ -163,7 +156,7 @@ def open_link(setup: TargetSetup, target: Checkpoint) -> HeadPlan | None:
     Raises:
         ConfigError: it cannot be read, or does not fit the target.
     """
-    return None if setup.link is None else remote_plan(setup.link, target)
+    return None if setup.link is None else open_configured(setup.link.head, target)
 
 
 def features_of(opened: Sequence[OpenedHead], linked: HeadPlan | None = None) -> Features | None:
@@ -287,8 +280,9 @@ def load_suffix(mounting: Mounting) -> MountedHead:
 def load_target_layers(mounting: Mounting) -> MountedHead:
     """A head of layers of the target: an early exit, or streams. Raises ConfigError."""
     plan, model = mounting.head.plan, mounting.model
-    assert isinstance(plan, ExitPlan | StreamsPlan)
-    own = plan.load(model.dtype, model.device, target=_lasting(model), max_leaves=mounting.max_sessions)
+    assert plan is not None
+    load = plan.load if isinstance(plan, ExitPlan) else partial(load_streams, plan)
+    own = load(model.dtype, model.device, target=_lasting(model), max_leaves=mounting.max_sessions)
     return mounting.mounted(own)
 
 

@@ -267,11 +267,8 @@ def _run(
         rows = [row if part.session.picks else None for part in parts if part.verifies for row in part.rows()]
         rows += [None] * num_further
         if any(row is not None for row in rows):
-            if wants_states:
-                logits, sampled, states = runner.forward_and_pick_with_states(steps, rows)
-                return Forwarded(logits, [sampled], states)
-            logits, sampled = runner.forward_and_pick(steps, rows, drawn)
-            return Forwarded(logits, [sampled])
+            logits, sampled, given = runner.forward_and_pick(steps, rows, drawn)
+            return Forwarded(logits, [sampled], given if wants_states else None)
     if wants_states:
         logits, states = runner.forward_with_states(steps)
         return Forwarded(logits, states=states)

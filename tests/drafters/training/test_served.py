@@ -25,7 +25,7 @@ from paceline.config import HeadOptions, LocalConfig, TargetOptions, TargetSetup
 from paceline.config.local import TargetModel
 from paceline.drafters.heads.load import open_head
 from paceline.drafters.heads.module import HeadModule
-from paceline.drafters.heads.streaming import open_streams
+from paceline.drafters.heads.streaming import load_streams, open_streams
 from paceline.drafters.training.options import HeadForm, Schedule, TrainingOptions
 from paceline.drafters.training.replay import Agreement
 from paceline.drafters.training.run import train_head
@@ -203,7 +203,7 @@ def opened(target: Path, source: Path, model: Any) -> tuple[HeadModule, tuple[in
     checkpoint, device = Checkpoint.open(str(target)), torch.device("cpu")
     if source.name == "speculative_streaming":
         streams = open_streams(checkpoint, str(source), DEPTHS)
-        return streams.load(torch.float32, device).module, streams.features.boundaries
+        return load_streams(streams, torch.float32, device).module, streams.features.boundaries
     plan = open_head(source.name, str(source), checkpoint, num_tokens=DEPTHS)
     if source.name != "early_exit":
         return plan.load(torch.float32, device).module, plan.features.boundaries

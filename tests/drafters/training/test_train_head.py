@@ -25,7 +25,7 @@ from paceline.drafters.heads.early_exit import open_exit
 from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.load import open_head
 from paceline.drafters.heads.module import Unrolled
-from paceline.drafters.heads.streaming import open_streams
+from paceline.drafters.heads.streaming import load_streams, open_streams
 from paceline.drafters.training.features import FeatureCache, Rows
 from paceline.drafters.training.kinds import TrainableHead
 from paceline.drafters.training.options import BLOCKS, KINDS, SMALLER, HeadForm, Schedule, TrainingOptions
@@ -186,7 +186,7 @@ def loaded_report(options: TrainingOptions) -> Report:
         exits = open_exit(checkpoint, None, str(options.out)).load(torch.float32, torch.device("cpu"))
         module = Loaded(exits.model)
     elif plan.method == "speculative_streaming":
-        module = open_streams(checkpoint, str(options.out)).load(torch.float32, model.device).module
+        module = load_streams(open_streams(checkpoint, str(options.out)), torch.float32, model.device).module
     else:
         module = plan.load(torch.float32, torch.device("cpu")).module
     head = TrainableHead(options.form, module, plan.features.boundaries, model)

@@ -546,10 +546,9 @@ def test_a_model_runs_on_it(family: str) -> None:
         spans = [range(70), range(70, 71), range(71, 74)]
         chains = [SequenceStep([tokens[i] for i in span], span, span, pages, len(span)) for span in spans]
         logits = [runner.forward([chain]) for chain in chains]
-        visible = torch.ones(2, 76, dtype=torch.bool)
-        visible[0, 75] = visible[1, 74] = False
-        positions = torch.tensor([*range(74), 74, 74])
-        logits.append(runner.forward([SequenceStep([7, 8], [74, 74], [74, 75], pages, 2, visible, positions)]))
+        visible, positions = torch.arange(76) < 74, torch.tensor([*range(74), 74, 74])
+        tree = SequenceStep([7, 8], [74, 74], [74, 75], pages, 2, visible, positions, [[74], [75]])
+        logits.append(runner.forward([tree]))
         outputs.append(torch.cat(logits))
     assert (outputs[0] - outputs[1]).abs().max() < 1e-4
 

@@ -10,6 +10,7 @@ import logging
 import math
 import random
 import weakref
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError, EngineError
 from paceline.model import layout, loading
 from paceline.model.compiled.backend import DeviceBackend, HostBackend
-from paceline.model.compiled.buckets import Fits, Limits, best_fit, pack, shapes_to_record
+from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record
 from paceline.model.compiled.graphs import make_backend, record_steps, recordings_bytes
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, load_model, prepare
@@ -78,9 +79,10 @@ def chain(rng: random.Random, num_tokens: int, start: int, pages: list[int]) -> 
 def tree(rng: random.Random, num_tokens: int, start: int, pages: list[int]) -> SequenceStep:
     """Tokens that see the context and some of each other."""
     step = chain(rng, num_tokens, start, pages)
-    step.visible = torch.ones(num_tokens, start + num_tokens, dtype=torch.bool)
-    step.visible[:, start:] = (torch.rand(num_tokens, num_tokens) < 0.5) | torch.eye(num_tokens, dtype=torch.bool)
     step.key_positions = torch.arange(start + num_tokens)
+    step.visible = step.key_positions < start
+    seen = (torch.rand(num_tokens, num_tokens) < 0.5) | torch.eye(num_tokens, dtype=torch.bool)
+    step.own_rows = [(start + row.nonzero().flatten()).tolist() for row in seen]
     return step
 
 
@@ -221,6 +223,11 @@ def test_the_cheapest_shape_that_covers_is_taken() -> None:
     assert best_fit(StepShape(256, 256, 4, 8, 64, 8), shapes) is None, "eight chunks"
     assert best_fit(StepShape(4, 4, 4, 1, 4, 33), shapes) is None, "a longer context"
     assert best_fit(StepShape(4, 4, 4, 1, 4, 1, is_tree=True), shapes) is None
+
+
+def best_fit(shape: StepShape, recorded: Iterable[StepShape]) -> StepShape | None:
+    """The cheapest of ``recorded`` that covers ``shape``; None: the step must run as it is."""
+    return min((r for r in recorded if r.covers(shape)), key=lambda r: r.cost, default=None)
 
 
 def uneven(rng: random.Random, rows: int, total: int) -> list[int]:

@@ -37,9 +37,10 @@ def rows_of(loaded: LoadedModel) -> list[torch.Tensor]:
 
     found += [runner.forward([chunk(0, 70)]), *(runner.forward([chunk(at, at + 1)]) for at in range(70, 90))]
     found.append(runner.forward([chunk(90, 107), SequenceStep([11, 12], range(2), range(2), other, num_logits=2)]))
-    seen = torch.ones(3, 110, dtype=torch.bool)
-    seen[:, 107:] = torch.eye(3, dtype=torch.bool)
-    branches = SequenceStep([20, 21, 22], [107] * 3, [107, 108, 109], pages, 3, seen, torch.arange(110).clamp(max=107))
+    rows, own = torch.arange(110), [[107], [108], [109]]
+    branches = SequenceStep(
+        [20, 21, 22], [107] * 3, range(107, 110), pages, 3, rows < 107, rows.clamp(max=107), own_rows=own
+    )
     return [*found, runner.forward([branches])]
 
 
@@ -88,7 +89,7 @@ def test_a_step_with_other_logits_than_the_bare_one_is_noticed(mutant: bool, tmp
     step = prepare(noisy_copy(model, 1e-3) if mutant else model, compile=False, **SOME).step
     path = tmp_path / "step.pt2"
     path.touch()
-    asked = (step, bare.step, model, bare.layers, None, path, None)
+    asked = (step, bare.step, aot.StepGraph(model, bare.layers, None, "sdpa"), path)
     if mutant:
         with pytest.raises(ConfigError, match=r"other logits than without in \d+ of 192 rows: set comp"):
             aot._require_same_logits(*asked)

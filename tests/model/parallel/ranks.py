@@ -235,7 +235,7 @@ def run_shard(
 ) -> tuple[tuple[list[Tensor], list[int]] | None, int]:
     """``forward_all`` of rank 0, and the number of the rank's parameters."""
     model = load(group, path, dtype)
-    return led(model, forward_all, texts, num_greedy), model.num_parameters
+    return led(model, forward_all, texts, num_greedy), model.size.num_parameters
 
 
 def die(group: Collectives, rank: int, operation: str) -> str:
@@ -344,7 +344,7 @@ def _states(runner: LeadingRunner, tested: bool) -> tuple[Tensor, Tensor, Tensor
     steps = two_texts(runner)
     logits, states = runner.forward_with_states(steps)
     greedy = SamplerState(SamplingParams(temperature=0.0), 0, (11,), vocab_size=runner.vocab_size, device="cpu")
-    _, sampled, again = runner.forward_and_pick_with_states(steps, [Row(greedy)] * len(logits))
+    _, sampled, again = runner.forward_and_pick(steps, [Row(greedy)] * len(logits))
     token_ids, _ = sampled.wait()
     for step in steps:
         runner.cache.release(step.pages)

@@ -26,14 +26,14 @@ def test_expected_tokens_are_the_sum_of_path_probabilities() -> None:
 
 def test_a_depth_is_asked_for_where_it_brings_more_than_plain_decoding_in_its_time() -> None:
     gate = HeadGate()
-    assert gate.pays(0.01, 1, PLAIN, first=True), "nothing was measured: it is found out"
+    assert gate.pays(0.01, 1, PLAIN), "nothing was measured: it is found out"
     for _ in range(60):
         gate.observe_depth(1, 0.005, first=True)
-    assert gate.pays(0.6, 1, PLAIN, first=True)
-    assert not gate.pays(0.4, 1, PLAIN, first=True)
+    assert gate.pays(0.6, 1, PLAIN)
+    assert not gate.pays(0.4, 1, PLAIN)
     assert gate.depth_s(1, first=False) == pytest.approx(0.005), "the other depth, as long as it is not known"
     assert gate.depth_s(16, first=True) == pytest.approx(0.005), "the nearest load"
-    assert HeadGate(adaptive=False).pays(0.0, 1, PLAIN, first=True)
+    assert HeadGate(adaptive=False).pays(0.0, 1, PLAIN)
 
 
 def test_leaves_are_expanded_while_each_brings_more_than_its_time() -> None:

@@ -149,7 +149,7 @@ class HeadMethod(Entry):
     """(``HeadForm`` of a training, target, ``Fit``) -> ``HeadModule``; empty: no ``paceline train-head`` for it."""
     write: str = ""
     """(``TrainableHead``, the target's name) -> ``Written``: the files of a trained one."""
-    open: str = "paceline.target.mount:open_states"
+    open: str = "paceline.drafters.heads.load:open_configured"
     """(HeadOptions, Checkpoint of the target) -> the plan of its checkpoint, or None."""
     load: str = "paceline.target.mount:load_states"
     """(Mounting) -> ``MountedHead``."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -245,7 +246,7 @@ class BlockHead(Blockwise):
         super().__init__()
         config = with_our_attention(config)
         size = self.state_size = config.hidden_size
-        self.form, self._config, self._vocab_size = form, config, vocab_size
+        self.form, self._vocab_size = form, vocab_size
         self.layers_kv = kv_of(config, config.num_hidden_layers)
         self.max_depth = form.num_tokens
         self.bidirectional = frozenset(i for i, causal in enumerate(form.causal) if not causal)
@@ -271,11 +272,7 @@ class BlockHead(Blockwise):
             self.confidence_head = Confidence(width, form.confidence_bias)
         if target_ids is not None:
             self.register_buffer("d2t", offsets(target_ids))
-        self.rotary = rotary(config)
-
-    def materialize(self, device: torch.device) -> None:
-        """Makes the rotary embedding."""
-        self.rotary = rotary(self._config).to(device)
+        self.make_rotary, self.rotary = partial(rotary, config), rotary(config)
 
     @property
     def ahead_rows(self) -> int:  # type: ignore[override]

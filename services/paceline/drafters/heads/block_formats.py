@@ -16,16 +16,15 @@ import torch
 from transformers import PretrainedConfig
 
 from paceline.drafters.heads.block import BlockForm, BlockHead
-from paceline.drafters.heads.layers import FAMILIES, eagle_config
+from paceline.drafters.heads.layers import FAMILIES
 from paceline.drafters.heads.reading import (
-    COMMON_KEYS,
     HeadForm,
     Reading,
     borrowed_embedding,
     drop_output_bias,
     later,
+    layers_config,
     matched_tensors,
-    named,
 )
 from paceline.errors import ConfigError
 
@@ -138,10 +137,9 @@ def _examined(reading: Reading) -> _Block:
     reading.require_config(known | _KEYS | _OF_TRAINING)
     for where, part, allowed in (
         ("dflash_config", nested, _KEYS | _OF_TRAINING),
-        ("transformer_layer_config", layers, known | _KEYS | COMMON_KEYS),
+        ("transformer_layer_config", layers, known | _KEYS),
     ):
-        if unknown := sorted(set(part) - allowed):
-            raise ConfigError(f"{where} of {reading.what} has {named(unknown)}, which is not known here")
+        reading.nested(where, part).require_config(allowed)
     values = dict(layers)
     for part in (reading.config, nested):
         for key in part.keys() & _KEYS:
@@ -154,14 +152,7 @@ def _examined(reading: Reading) -> _Block:
         raise ConfigError(f"is_neox_style is false in {reading.what}: heads rotate halves, not pairs")
     own = dict(layers or reading.config)
     own = {key: own[key] for key in own.keys() & (known | {"rope_theta", "rope_scaling"}) if key not in _WINDOW}
-    if any(name.endswith("self_attn.q_proj.bias") for name in names):
-        own["attention_bias"] = True
-    try:
-        with torch.device("cpu"):
-            config = eagle_config({**own, "model_type": family})
-    except Exception as error:  # whatever the configuration classes of transformers raise
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise ConfigError(f"config.json of {reading.what} is not valid: {reason}") from error
+    config = layers_config(reading, own, family)
     return _Block(reading, {key: value for key, value in values.items() if value is not None}, config, names)
 
 

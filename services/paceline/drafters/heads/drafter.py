@@ -110,10 +110,6 @@ class HeadDrafter(OfSessions[_Session]):
         """Opens any session. It is ready once it has been fed."""
         self.sessions[session_id] = _Session(sampler, len(token_ids))
 
-    def ready(self, session_id: str) -> bool:
-        """True if the states of all positions before the anchor have come."""
-        return self._session(session_id).ready
-
     def feed(self, fed: Sequence[Fed]) -> None:
         """Computes the rows of new committed tokens from the target's states.
 
@@ -266,7 +262,7 @@ class HeadDrafter(OfSessions[_Session]):
             states: list[Tensor] = []
             for leaf in group:
                 session = self.sessions[leaf.session_id]
-                states.append(self._above(session, leaf))
+                states.append(session.nodes[leaf.path_ids[-2]] if len(leaf.path) > 1 else session.states[0])
                 if not owners or owners[-1][0] is not session:
                     owners.append((session, []))
                 owners[-1][1].append(leaf)
@@ -288,16 +284,12 @@ class HeadDrafter(OfSessions[_Session]):
                 for layer, (keys, values) in part.made.items():
                     session.branches.setdefault(layer, Branches()).append(nodes, part.positions, keys, values)
 
-    def _above(self, session: _Session, leaf: Leaf) -> Tensor:
-        """Returns the state after the token before the leaf's."""
-        if len(leaf.path) > 1:
-            return session.nodes[leaf.path_ids[-2]]
-        return session.states[0]
+    def _without_ahead(self, session_ids: set[str]) -> list[_Session]:
+        return [s for name in sorted(session_ids) if (s := self.sessions[name]).ahead is None]
 
     def _predict_all(self, session_ids: set[str]) -> None:
         """The logits of all depths of sessions in one pass (Medusa)."""
-        sessions = [s for name in sorted(session_ids) if (s := self.sessions[name]).ahead is None]
-        if not sessions:
+        if not (sessions := self._without_ahead(session_ids)):
             return
         made = self.module(torch.stack([session.states[0] for session in sessions]))
         for session, ahead in zip(sessions, made.unbind(1), strict=True):
@@ -305,8 +297,7 @@ class HeadDrafter(OfSessions[_Session]):
 
     def _look_ahead(self, session_ids: set[str]) -> None:
         """All depths of sessions in one pass over rows that the head fills in by itself (P-EAGLE, streams)."""
-        sessions = [s for name in sorted(session_ids) if (s := self.sessions[name]).ahead is None]
-        if not sessions:
+        if not (sessions := self._without_ahead(session_ids)):
             return
         parts: list[Part] = []
         rows = self.module.ahead_rows

@@ -12,6 +12,7 @@ places without one. So all depths are rows of one causal pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,11 +45,7 @@ class Eagle(HeadModule):
         self.layers: Any = nn.ModuleList([Layer(config, index) for index in range(config.num_hidden_layers)])
         for layer in self.layers[1:]:
             layer.input_layernorm = norm(config, size)
-        self.rotary, self._config = rotary(config), config
-
-    def materialize(self, device: torch.device) -> None:
-        """Makes the rotary embedding."""
-        self.rotary = rotary(self._config).to(device)
+        self.make_rotary, self.rotary = partial(rotary, config), rotary(config)
 
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
         """The next feature f', which the head predicts and recycles."""
@@ -135,13 +132,9 @@ class Eagle3(HeadModule):
         self.norm = norm(config, size)
         if draft_vocab_size is not None:
             self.lm_head = nn.Linear(size, draft_vocab_size, bias=False)
-        self.rotary, self._config = rotary(config), config
+        self.make_rotary, self.rotary = partial(rotary, config), rotary(config)
         if target_ids is not None:
             self.register_buffer("d2t", offsets(target_ids))
-
-    def materialize(self, device: torch.device) -> None:
-        """Makes the rotary embedding."""
-        self.rotary = rotary(self._config).to(device)
 
     def fuse(self, states: Tensor) -> Tensor:
         """Boundaries side by side, ``[..., n * target hidden]``, as one state."""

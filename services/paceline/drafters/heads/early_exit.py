@@ -95,10 +95,6 @@ class EarlyExit(OfSessions[_Session]):
         """Opens any session. It is ready once the target has computed its context."""
         self.sessions[session_id] = _Session(sampler, len(token_ids), token_ids[-1])
 
-    def ready(self, session_id: str) -> bool:
-        """True if the target has computed all positions before the anchor."""
-        return self._session(session_id).ready
-
     def feed(self, fed: Sequence[Fed]) -> None:
         """Notes on which pages the target has computed the context."""
         for each in fed:

@@ -29,7 +29,7 @@ from paceline.checkpoint.compressed import num_streams
 from paceline.checkpoint.mtp import MTP_LAYER, mtp_modules, mtp_parts
 from paceline.checkpoint.packing import packing_of
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
-from paceline.drafters.heads.layers import FAMILIES, eagle_config
+from paceline.drafters.heads.layers import FAMILIES
 from paceline.drafters.heads.medusa import Medusa
 from paceline.drafters.heads.mlp import MLPSpeculator
 from paceline.drafters.heads.mtp import Mtp
@@ -39,12 +39,12 @@ from paceline.drafters.heads.reading import (
     borrowed_embedding,
     drop_output_bias,
     later,
+    layers_config,
     matched_tensors,
     meta_model,
-    named,
     renaming,
 )
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, named
 from paceline.model.features import OUT, STREAMS
 
 
@@ -122,7 +122,7 @@ def read_mlp(reading: Reading) -> HeadForm:
     published = {key.removeprefix("speculator."): key for key in reading.keys}
     distinct = dict(module.named_parameters())
     if unknown := sorted(published[key] for key in published.keys() - module.state_dict().keys()):
-        raise ConfigError(f"{reading.what} holds {named(unknown)}, which its format does not have")
+        raise ConfigError(f"{reading.what} holds {named(map(repr, unknown))}, which its format does not have")
     for name in distinct:  # tied ones count once, and may be there more than once
         kind, depth, part = name.split(".")
         same = [f"{kind}.{i}.{part}" for i in range(int(depth), depths)] if tied else [name]
@@ -157,21 +157,12 @@ def _eagle_layers(reading: Reading) -> PretrainedConfig:
         raise ConfigError(f"model_type is {kind!r} in {reading.what}: {', '.join(FAMILIES)} are allowed")
     known = set((family or FAMILIES["llama"])[0]().to_dict())
     reading.require_config(known | _EAGLE_KEYS)
-    nested = reading.config.get("eagle_config") or {}
-    if unknown := sorted(set(nested) - _EAGLE_CONFIG_KEYS):
-        raise ConfigError(f"eagle_config of {reading.what} has {named(unknown)}, which is not known here")
+    reading.nested("eagle_config", reading.config.get("eagle_config") or {}).require_config(_EAGLE_CONFIG_KEYS)
     for name in ("layernorms", "add_para_norm", "fusion_bias"):
         if reading.config.get(name):
             raise ConfigError(f"{name} is {reading.config[name]!r} in {reading.what}: only its absence is allowed")
     own = {key: value for key, value in values.items() if key in known | {"rope_theta", "rope_scaling"}}
-    if any(key.endswith("self_attn.q_proj.bias") for key in reading.keys):
-        own["attention_bias"] = True  # of Qwen 2, whose configuration does not say so
-    try:
-        with torch.device("cpu"):
-            config = eagle_config({**own, "model_type": kind if family else "llama"})
-    except Exception as error:  # whatever the configuration classes of transformers raise
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise ConfigError(f"config.json of {reading.what} is not valid: {reason}") from error
+    config = layers_config(reading, own, kind if family else "llama")
     windowed = [*(values.get("layer_types") or ()), *(getattr(config, "layer_types", None) or ())]
     if values.get("use_sliding_window") or "sliding_attention" in windowed:
         raise ConfigError(f"layer_types of {reading.what} has 'sliding_attention': heads attend to the whole context")

@@ -26,7 +26,7 @@ from transformers import MODEL_MAPPING, AutoConfig, PretrainedConfig
 
 from paceline.drafters.heads.layers import attend_with_ours
 from paceline.drafters.heads.module import Attend, Function, HeadModule, borrowed
-from paceline.drafters.heads.reading import HeadForm, Reading, later, matched_tensors
+from paceline.drafters.heads.reading import HeadForm, Reading, later, matched_tensors, valid
 from paceline.errors import ConfigError
 from paceline.model.features import OUT
 from paceline.model.local_config import read_config
@@ -74,7 +74,8 @@ class Gemma4Drafter(HeadModule):
         self._kv: dict[str, tuple[int, int]] = {}
         for layer, kind in zip(self.model.layers, self._kinds, strict=True):
             layer.self_attn.layer_idx = target_layers[kind]  # by which its rows are looked up
-            self._kv[kind] = _kv_of(text, layer.self_attn)
+            groups, dim = layer.self_attn.num_key_value_groups, layer.self_attn.head_dim
+            self._kv[kind] = text.num_attention_heads // groups, dim  # heads and width of its keys
         self.pre_projection: Any = nn.Linear(2 * backbone, size, bias=False)
         self.post_projection: Any = nn.Linear(size, backbone, bias=False)
         self._embed, self.clusters = borrowed(embed), None if own_head else int(config.centroid_intermediate_top_k)
@@ -158,11 +159,6 @@ def _decoder(text: Any) -> Any:
     return MODEL_MAPPING[kind](made)
 
 
-def _kv_of(text: Any, attention: Any) -> tuple[int, int]:
-    """Heads and width of the keys that an attention layer is made for."""
-    return text.num_attention_heads // attention.num_key_value_groups, attention.head_dim
-
-
 def read_gemma4(reading: Reading) -> HeadForm:
     """The drafter of a checkpoint. Raises ConfigError if it cannot draft for its target."""
     kind = reading.config.get("model_type")
@@ -216,12 +212,8 @@ def _config(reading: Reading, kind: str) -> PretrainedConfig:
         raise ConfigError(f"text_config is {values!r} in {reading.what}: the configuration of its layers is needed")
     with torch.device("cpu"):
         known = {*AutoConfig.for_model("gemma4_text").to_dict(), *_NESTED}
-        reading.nested("text_config", values).require_config(known)
-        try:
-            config: PretrainedConfig = AutoConfig.for_model(**reading.config)
-        except Exception as error:  # whatever the configuration classes of transformers raise
-            reason = str(error).strip().splitlines()[-1].strip()
-            raise ConfigError(f"config.json of {reading.what} is not valid: {reason}") from error
+    reading.nested("text_config", values).require_config(known)
+    config = valid(reading, lambda: AutoConfig.for_model(**reading.config))
     text: Any = config.get_text_config()
     wrong = [name for name in ("hidden_size_per_layer_input", "enable_moe_block") if getattr(text, name, None)]
     if wrong or text.num_kv_shared_layers != text.num_hidden_layers:

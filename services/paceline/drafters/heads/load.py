@@ -15,7 +15,7 @@ from paceline.checkpoint.mtp import mtp_modules
 from paceline.checkpoint.packing import Packing, packing_of
 from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
-from paceline.config import HeadDraftOptions
+from paceline.config import HeadOptions
 from paceline.config.methods import HEADS
 from paceline.config.methods.entry import function
 from paceline.drafters.heads.block_formats import SINGLE
@@ -46,7 +46,8 @@ class HeadPlan:
     _packing: Packing | None
     """Quantization of these weights; None: they are plain."""
     _form: HeadForm
-    _facts: TargetFacts
+    facts: TargetFacts
+    """Of its target."""
 
     @property
     def one_pass(self) -> bool:
@@ -66,7 +67,7 @@ class HeadPlan:
         own = self.num_parameters - tables
         if not self.one_pass and self.most_tokens is not None:  # each depth has weights of its own
             own //= self.most_tokens
-        return own + self._facts.vocab_size * self._facts.hidden_size * int(module.borrows_lm_head)
+        return own + self.facts.vocab_size * self.facts.hidden_size * int(module.borrows_lm_head)
 
     def load(
         self,
@@ -94,7 +95,7 @@ class HeadPlan:
             ConfigError: a draft vocabulary is not within the target's.
         """
         module = self.load_module(dtype, device)
-        target = self._facts.checkpoint
+        target = self.facts.checkpoint
         if module.borrows_embedding and embed is None:
             embed = target_table(target, "get_input_embeddings", dtype, device)
         if module.borrows_lm_head and lm_head is None:
@@ -105,7 +106,7 @@ class HeadPlan:
             module,
             kind=self.method,
             features=self.features,
-            vocab_size=self._facts.vocab_size,
+            vocab_size=self.facts.vocab_size,
             max_leaves=max_leaves,
             num_candidates=num_candidates,
             fused=fused,
@@ -142,7 +143,8 @@ class HeadPlan:
         A target needs no more of a head that runs in another process. May be called once, and not together with
         ``load``.
         """
-        module, names = self._form.module, self._fusing()
+        module = self._form.module
+        names = {own: name for own, name in self._form.names.items() if own.split(".")[0] in module.fusing}
         tensors = self._read(list(names.values()), dtype)
         _assign(module, {name: tensors[published] for name, published in names.items()}, dtype, device)
         pack_layers(module)
@@ -158,18 +160,13 @@ class HeadPlan:
         """Tensors of the files: of quantized weights as ``dtype``."""
         if self._packing is None:
             return self._files.read(names)
-        files = dequantized_files(self._facts.checkpoint, self._packing)
+        files = dequantized_files(self.facts.checkpoint, self._packing)
         tensors = {name: files.read(name, dtype) for name in names}
         files.close()
         return tensors
 
-    def _fusing(self) -> dict[str, str]:
-        """Published names of the weights of ``fuse``, by their own."""
-        parts = self._form.module.fusing
-        return {name: published for name, published in self._form.names.items() if name.split(".")[0] in parts}
-
     def _require_vocabulary(self, target_ids: Tensor) -> None:
-        size, ids = self._facts.vocab_size, target_ids.tolist()
+        size, ids = self.facts.vocab_size, target_ids.tolist()
         if min(ids) < 0 or max(ids) >= size or len(set(ids)) < len(ids):
             name = "token_map" if self.method == "medusa" else "d2t + index"
             raise ConfigError(f"{name} of {self._source} must be distinct ids of the target's {size} tokens")
@@ -235,9 +232,8 @@ def _read(read: str, reading: Reading) -> HeadForm:
     return form
 
 
-def remote_plan(options: HeadDraftOptions, target: Checkpoint) -> HeadPlan:
-    """``open_head`` of a head in the draft pool, which its targets and its drafts examine alike. Raises ConfigError."""
-    head = options.head
+def open_configured(head: HeadOptions, target: Checkpoint) -> HeadPlan:
+    """``open_head`` of a configured head that reads the target's states, in its process or not. Raises ConfigError."""
     boundaries = None if head.boundaries is None else tuple(head.boundaries)
     return open_head(head.method, head.source, target, num_tokens=head.num_speculative_tokens, boundaries=boundaries)
 

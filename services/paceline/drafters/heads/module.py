@@ -108,6 +108,8 @@ class HeadModule(nn.Module, ABC):
     """Depths that have weights and context of their own (MTP modules); deeper ones use the last of them."""
     fusing: tuple[str, ...] = ()
     """Submodules that ``fuse`` needs."""
+    make_rotary: Callable[[], nn.Module] | None = None
+    """Makes ``rotary``, its rotary embedding, which no checkpoint holds."""
 
     @property
     def target_ids(self) -> Tensor | None:
@@ -207,6 +209,8 @@ class HeadModule(nn.Module, ABC):
 
     def materialize(self, device: torch.device) -> None:
         """Makes the tensors that no checkpoint holds, once a module of device ``meta`` has its weights."""
+        if self.make_rotary is not None:
+            self.rotary = self.make_rotary().to(device)
 
     def to_target_ids(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Returns logits ``[n, vocab_size]`` by the target's ids: -inf for ids that the draft vocabulary lacks."""

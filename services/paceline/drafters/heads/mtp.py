@@ -14,6 +14,7 @@ published checkpoints). Their attention has a window alone.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,7 +128,8 @@ class Mtp(HeadModule):
             if self.num_streams == 1
             else [StreamsModule(config, index, decoder) for index in range(num_modules)]
         )
-        self._number_attentions()
+        for index, attention in enumerate(self._attentions()):
+            attention.layer_idx = index
         adopt_latents(self)
         self._embed, self._lm_head = borrowed(embed), borrowed(lm_head)
         if embed is None:
@@ -137,14 +139,10 @@ class Mtp(HeadModule):
             self.lm_head = nn.Linear(config.hidden_size, num_rows, bias=False)
         if target_ids is not None:
             self.register_buffer("d2t", offsets(target_ids))
-        rotary = getattr(decoder, "rotary_emb", None)  # Nemotron-H has no positions
-        self._config, self._rotary_class = config, _no_rotation if rotary is None else type(rotary)
-        self.rotary = self._rotary_class(config)
+        kind: Any = type(getattr(decoder, "rotary_emb", None))
+        self.make_rotary = _NoRotation if kind is type(None) else partial(kind, config)  # Nemotron-H has no positions
+        self.rotary = self.make_rotary()
         self.layers_kv = self._probe()
-
-    def materialize(self, device: torch.device) -> None:
-        """Makes the rotary embedding."""
-        self.rotary = self._rotary_class(self._config).to(device)
 
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
         """The next state: after the module's norm, but for streams."""
@@ -177,11 +175,6 @@ class Mtp(HeadModule):
             )
             found += parts
         return found
-
-    def _number_attentions(self) -> None:
-        """Counts the layers that keep keys and values from 0."""
-        for index, attention in enumerate(self._attentions()):
-            attention.layer_idx = index
 
     def _probe(self) -> tuple[LayerSpec, ...]:
         """KV that each layer with attention keeps, found by running one token through it."""
@@ -229,10 +222,6 @@ class _NoRotation(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> None:
         """None."""
-
-
-def _no_rotation(config: Any) -> nn.Module:
-    return _NoRotation()
 
 
 def mtp_config(config: Any, num_modules: int) -> Any:

@@ -162,8 +162,9 @@ def settings_of(head: HeadDrafter, num_layers: int) -> list[Setting]:
             advice = f"set {flag} to {str(value).lower()} in its config.json"
             found.append(Setting(own, advice, partial(_form, flag, value)))
     if isinstance(module, BlockHead):
-        value = module.form.first_row == 1
-        found.append(Setting(own, f"set sample_from_anchor to {str(value).lower()} in its config.json", _other_row))
+        row = module.form.first_row
+        advice = f"set sample_from_anchor to {str(row == 1).lower()} in its config.json"
+        found.append(Setting(own, advice, partial(_form, "first_row", 1 - row)))
     if isinstance(module, Eagle | Eagle3) or (isinstance(module, Mtp) and module.num_streams == 1):
         found.append(
             Setting(own, "its weights are for the hidden state before the embedding: swap their halves", _swapped)
@@ -172,23 +173,10 @@ def settings_of(head: HeadDrafter, num_layers: int) -> list[Setting]:
 
 
 @contextlib.contextmanager
-def _form(flag: str, value: bool, module: HeadModule) -> Iterator[None]:
-    """An EAGLE-3 head of another form."""
-    assert isinstance(module, Eagle3)
+def _form(name: str, value: int, module: Any) -> Iterator[None]:
+    """A head of another form."""
     form = module.form
-    module.form = replace(form, **{flag: value})
-    try:
-        yield
-    finally:
-        module.form = form
-
-
-@contextlib.contextmanager
-def _other_row(module: HeadModule) -> Iterator[None]:
-    """Shifts the row that predicts a block head's first token."""
-    assert isinstance(module, BlockHead)
-    form = module.form
-    module.form = replace(form, first_row=1 - form.first_row)
+    module.form = replace(form, **{name: value})
     try:
         yield
     finally:

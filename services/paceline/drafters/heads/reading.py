@@ -16,11 +16,11 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
+from paceline.drafters.heads.layers import eagle_config
 from paceline.drafters.heads.module import Function, HeadModule
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, named
 from paceline.model.local_config import BUILDING, read_config
 
-_NUM_NAMED = 3
 COMMON_KEYS = {
     *("architectures", "model_type", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype"),
     *("base_model_name_or_path", "speculators_version", "use_cache", "tokenizer_class"),
@@ -78,7 +78,7 @@ class Reading:
         """Raises ConfigError for a key that is neither in ``known`` nor harmless."""
         if unknown := sorted(set(self.config) - set(known) - COMMON_KEYS):
             raise ConfigError(
-                f"config.json of {self.what} has {named(unknown)}: an unknown key could change its result"
+                f"config.json of {self.what} has {named(map(repr, unknown))}: an unknown key could change its result"
             )
 
     def require_form(self, model_type: str, keys: Collection[str]) -> None:
@@ -90,7 +90,7 @@ class Reading:
                 f"model_type is {self.config.get('model_type')!r} in {self.what}: {model_type!r} is allowed"
             )
         if missing := [key for key in keys if self.config.get(key) is None]:
-            raise ConfigError(f"config.json of {self.what} lacks {named(missing)}")
+            raise ConfigError(f"config.json of {self.what} lacks {named(map(repr, missing))}")
 
     def nested(self, key: str, values: Mapping[str, Any]) -> Reading:
         """The source with the configuration under one of its keys in the place of all of it."""
@@ -114,13 +114,6 @@ class Reading:
     @property
     def target(self) -> str:
         return self.facts.checkpoint.path
-
-
-def named(names: Iterable[str]) -> str:
-    """The first few names, and how many there are beyond them."""
-    listed = list(names)
-    more = len(listed) - _NUM_NAMED
-    return ", ".join(map(repr, listed[:_NUM_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def matched_tensors(
@@ -155,7 +148,7 @@ def matched_tensors(
         else:
             unknown.append(published)
     if unknown:
-        raise ConfigError(f"{reading.what} holds {named(sorted(unknown))}, which its format does not have")
+        raise ConfigError(f"{reading.what} holds {named(map(repr, sorted(unknown)))}, which its format does not have")
     experts = {}
     for name, by_expert in parts.items():
         wanted = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else (name.rpartition(".")[2],)
@@ -165,12 +158,12 @@ def matched_tensors(
             f"{before}.{i}.{part}.weight" for i in range(count) for part in wanted if part not in by_expert.get(i, {})
         ]
         if missing:
-            raise ConfigError(f"{reading.what} is not whole: of {count} experts it lacks {named(missing)}")
+            raise ConfigError(f"{reading.what} is not whole: of {count} experts it lacks {named(map(repr, missing))}")
         if len(by_expert) > count:
             raise ConfigError(f"{reading.what} has {len(by_expert)} experts: by config.json it must have {count}")
         experts[name] = tuple(tuple(by_expert[i][part] for part in wanted) for i in range(count))
     if missing := sorted(map(publish, own.keys() - names.keys() - experts.keys())):
-        raise ConfigError(f"{reading.what} is not whole: no weight file holds {named(missing)}")
+        raise ConfigError(f"{reading.what} is not whole: no weight file holds {named(map(repr, missing))}")
     return names, experts
 
 
@@ -190,6 +183,23 @@ def borrowed_embedding(reading: Reading, names: set[str], config: PretrainedConf
         return None
     reading.require_equal("hidden_size (it has no embed_tokens)", int(config.hidden_size), reading.facts.hidden_size)
     return later
+
+
+def layers_config(reading: Reading, values: Mapping[str, Any], kind: str) -> PretrainedConfig:
+    """The configuration of a head's layers of a family, with the biases that the files hold. Raises ConfigError."""
+    biased = any(key.endswith("self_attn.q_proj.bias") for key in reading.keys)  # Qwen 2's does not say so
+    own = {**values, "model_type": kind, **({"attention_bias": True} if biased else {})}
+    return valid(reading, lambda: eagle_config(own))
+
+
+def valid(reading: Reading, make: Callable[[], PretrainedConfig]) -> PretrainedConfig:
+    """A configuration that transformers makes. Raises ConfigError with its reason not to."""
+    try:
+        with torch.device("cpu"):
+            return make()
+    except Exception as error:  # whatever the configuration classes of transformers raise
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ConfigError(f"config.json of {reading.what} is not valid: {reason}") from error
 
 
 def drop_output_bias(module: Any, names: Iterable[str]) -> None:

@@ -118,10 +118,6 @@ class RemoteHead(OfSessions[_Session]):
         waiting = {name: s for name, s in self.sessions.items() if s.coming and not s.ready}
         return self.compute_states(waiting, self._max_prefill_tokens)
 
-    def ready(self, session_id: str) -> bool:
-        """True once the states before the first anchor are computed."""
-        return self._session(session_id).ready
-
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """Returns the candidates of the leaves, from the states that have arrived; none for a session whose states lag
         too far.

@@ -172,7 +172,8 @@ def _compress(compressor: Compressor, x: Tensor, step: _Step) -> None:
         rows = torch.where(ends, rows, (step.keys[pool + 1].shape[0] - 1) * PAGE_SIZE)
     elif not tokens.shape[0]:
         return
-    spare = max(MIN_TOKENS, -(-2 * _LANES // dim), -(-_LANES // _num_angles(module)))
+    num_angles = int(getattr(module.rotary_emb, f"{module.rope_layer_type}_inv_freq").shape[0])
+    spare = max(MIN_TOKENS, -(-2 * _LANES // dim), -(-_LANES // num_angles))
     made = _entries(compressor, step, torch.cat([tokens, tokens[:1].expand(spare)]))
     store_entries(step.keys[pool + 1], compressor.entries, rows, made[: tokens.shape[0]])
 
@@ -189,10 +190,6 @@ def store_entries(pages: Tensor, entries: Entries, rows: Tensor, made: Tensor) -
     slot = rows % PAGE_SIZE // entries.rate if entries.slots > 1 else torch.zeros_like(rows)
     columns = slot[:, None] * entries.dim + torch.arange(entries.dim, device=rows.device)
     pages.view(pages.shape[0], -1).index_put_(((rows // PAGE_SIZE)[:, None], columns), made.to(pages.dtype))
-
-
-def _num_angles(module: Any) -> int:
-    return int(getattr(module.rotary_emb, f"{module.rope_layer_type}_inv_freq").shape[0])
 
 
 def _entries(compressor: Compressor, step: _Step, tokens: Tensor) -> Tensor:

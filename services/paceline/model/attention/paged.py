@@ -140,7 +140,9 @@ def paged_attention(
             total = torch.logsumexp(scores, dim=-1, keepdim=True)
             weights = weights * torch.sigmoid(total - sinks.reshape(1, num_kv_heads, groups * row_len, 1))
         out = torch.matmul(weights.to(q.dtype), v)
-    return _times(_scattered(out, groups, row_len, scatter_index), scales.values), None
+    out = out.view(num_rows, num_kv_heads, groups, row_len, value_dim).permute(0, 3, 1, 2, 4)
+    out = out.reshape(num_rows * row_len, num_kv_heads * groups, value_dim)
+    return _times(out.index_select(0, scatter_index).unsqueeze(0), scales.values), None
 
 
 def divided(x: Tensor, scale: float) -> Tensor:
@@ -158,14 +160,6 @@ def _write(x: Tensor, pages: Tensor, write_rows: Tensor, write_tokens: Tensor, k
     if pages.dtype == FP8:
         rows = round_to_fp8(rows) if kernel == "native" else to_fp8(rows)
     pages.view(-1, *pages.shape[2:]).index_put_((write_rows,), rows)
-
-
-def _scattered(out: Tensor, groups: int, row_len: int, scatter_index: Tensor) -> Tensor:
-    """[B, num_kv_heads, groups * n, value_dim] -> [1, T, num_heads, value_dim]."""
-    num_rows, num_kv_heads, _, value_dim = out.shape
-    out = out.view(num_rows, num_kv_heads, groups, row_len, value_dim).permute(0, 3, 1, 2, 4)
-    out = out.reshape(num_rows * row_len, num_kv_heads * groups, value_dim)
-    return out.index_select(0, scatter_index).unsqueeze(0)
 
 
 AttentionInterface.register(IMPLEMENTATIONS["sdpa"], paged_attention)

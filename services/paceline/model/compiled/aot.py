@@ -21,7 +21,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,41 +131,48 @@ def artifact_key(
     return digest.hexdigest()
 
 
-def cached_step(
-    model: PreTrainedModel,
-    layers: list[LayerSpec],
-    sliding_window: int | None,
-    kernel: Kernel,
-    cache_dir: Path,
-    features: Features | None = None,
-    callback_boundary: int | None = None,
-) -> StepFunction | None:
-    """The compiled step of ``model``, which is no rank's, from the cache; None: the cache does not hold it.
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """What a step is compiled from."""
+
+    model: PreTrainedModel
+    layers: list[LayerSpec]
+    sliding_window: int | None
+    kernel: Kernel
+    taps: StateTaps | None = None
+    callback: LayerCallback | None = None
+    linear: Mapping[int, LinearSpec] | None = None
+    """The model's linear layers."""
+
+    @property
+    def features(self) -> Features | None:
+        """The states that it returns."""
+        return None if self.taps is None else self.taps.features
+
+    def path(self, cache_dir: Path) -> Path:
+        """The file of the compiled step."""
+        boundary = None if self.callback is None else self.callback.boundary
+        key = artifact_key(self.model, self.sliding_window, self.kernel, self.features, boundary, layers=self.layers)
+        return cache_dir / f"{key}.pt2"
+
+
+def cached_step(graph: StepGraph, cache_dir: Path) -> StepFunction | None:
+    """The compiled step of a model, which is no rank's, from the cache; None: the cache does not hold it.
 
     Raises:
         EngineError: what is in the cache cannot be loaded here.
     """
     if not any(cache_dir.glob("*.pt2")):  # without reading every weight
         return None
-    key = artifact_key(model, sliding_window, kernel, features, callback_boundary, layers=layers)
-    path = cache_dir / f"{key}.pt2"
-    return _load(path, kernel) if path.exists() else None
+    path = graph.path(cache_dir)
+    return _load(path, graph.kernel) if path.exists() else None
 
 
-def compiled_step(
-    model: PreTrainedModel,
-    layers: list[LayerSpec],
-    sliding_window: int | None,
-    kernel: Kernel,
-    cache_dir: Path,
-    taps: StateTaps | None = None,
-    callback: LayerCallback | None = None,
-    linear: Mapping[int, LinearSpec] | None = None,
-) -> StepFunction:
-    """Returns the compiled step of ``model``, from the cache or built now (about half a minute to two).
+def compiled_step(graph: StepGraph, cache_dir: Path) -> StepFunction:
+    """Returns the compiled step, from the cache or built now (about half a minute to two).
 
     For a rank, it returns when all ranks have theirs. With ``taps`` or ``callback`` the bare step is built as well, if
-    it is not in the cache, to compare the bits of both. ``linear``: the model's linear layers.
+    it is not in the cache, to compare the bits of both.
 
     Raises:
         ConfigError: the ranks exchange in a way that a compiled model cannot, or the step has other logits than the
@@ -173,15 +180,12 @@ def compiled_step(
         NoCompilerError: it is not in the cache and cannot be built.
         EngineError: another rank has failed.
     """
-    share = share_of(model)
+    share, name = share_of(graph.model), _name(graph.model)
     if share is not None and share.group.compiled_shims() is None:
         raise ConfigError(
             "a compiled model exchanges over shared memory, which these ranks do not: set compile to false"
         )
-    features = None if taps is None else taps.features
-    boundary = None if callback is None else callback.boundary
-    key = artifact_key(model, sliding_window, kernel, features, boundary, layers=layers)
-    path = cache_dir / f"{key}.pt2"
+    path = graph.path(cache_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         if not path.exists():
@@ -189,37 +193,30 @@ def compiled_step(
                 raise NoCompilerError("compile is true, but there is no C++ compiler: set compile to auto or false")
             started = time.perf_counter()
             logging.getLogger("paceline.startup").info("compiling for this machine, which takes about a minute once")
-            log.warning("compiling %s for this machine (once; later starts load it)", _name(model))
+            log.warning("compiling %s for this machine (once; later starts load it)", name)
             for left in path.parent.glob(f"{path.stem}.*.pt2"):  # by a process that was ended
                 left.unlink()
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-            compile_step(model, layers, sliding_window, kernel, temporary, taps, callback, linear)
-            if share is None and (taps is not None or callback is not None):
-                bare = compiled_step(model, layers, sliding_window, kernel, cache_dir, linear=linear)
-                _require_same_logits(_load(temporary, kernel), bare, model, layers, sliding_window, temporary, linear)
+            compile_step(graph, temporary)
+            if share is None and (graph.taps is not None or graph.callback is not None):
+                bare = compiled_step(replace(graph, taps=None, callback=None), cache_dir)
+                _require_same_logits(_load(temporary, graph.kernel), bare, graph, temporary)
             temporary.rename(path)
-            log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
-    step = _load(path, kernel)
+            log.warning("compiled %s in %.0f s", name, time.perf_counter() - started)
+    step = _load(path, graph.kernel)
     if share is None:
         return step
     share.group.barrier(timeout_s=_COMPILE_LIMIT_S)
     return _RankStep(step, share.group)
 
 
-def _require_same_logits(
-    step: StepFunction,
-    bare: StepFunction,
-    model: PreTrainedModel,
-    layers: list[LayerSpec],
-    sliding_window: int | None,
-    path: Path,
-    linear: Mapping[int, LinearSpec] | None,
-) -> None:
+def _require_same_logits(step: StepFunction, bare: StepFunction, graph: StepGraph, path: Path) -> None:
     """Compares a step's logits with the bare one's. Raises ConfigError if any differ, and removes ``path``."""
+    model = graph.model
     vocab_size = model.get_output_embeddings().out_features
-    cache = KVCache(layers, num_pages=4, dtype=model.dtype, device="cpu", linear=linear)
+    cache = KVCache(graph.layers, num_pages=4, dtype=model.dtype, device="cpu", linear=graph.linear)
     with torch.no_grad():
-        different, num_rows = num_different_rows(step, bare, cache, model.dtype, sliding_window, vocab_size)
+        different, num_rows = num_different_rows(step, bare, cache, model.dtype, graph.sliding_window, vocab_size)
     if different:
         path.unlink()
         raise ConfigError(
@@ -263,17 +260,9 @@ class _RankStep:
             raise EngineError(self._group.failure() or str(error)) from error
 
 
-def compile_step(
-    model: PreTrainedModel,
-    layers: list[LayerSpec],
-    sliding_window: int | None,
-    kernel: Kernel,
-    path: Path,
-    taps: StateTaps | None,
-    callback: LayerCallback | None,
-    linear: Mapping[int, LinearSpec] | None,
-) -> None:
-    """Exports and compiles a model's step, and writes the artifact to ``path``."""
+def compile_step(graph: StepGraph, path: Path) -> None:
+    """Exports and compiles a step, and writes the artifact to ``path``."""
+    model, layers, kernel, linear, callback = graph.model, graph.layers, graph.kernel, graph.linear, graph.callback
     cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu", linear=linear, slots=Slots.of(8))
     example = [
         SequenceStep(list(range(1, 6)), list(range(70, 75)), list(range(70, 75)), [1, 2], num_logits=3),
@@ -284,7 +273,7 @@ def compile_step(
     plan = StepPlan.of(example, cache.scratch_row)
     if linear:
         plan = plan._replace(linear=LinearSlots(Slots.of(8)).plan([replace(step, rows=range(5)) for step in example]))
-    inputs = plan.inputs(cache, model.dtype, sliding_window)
+    inputs = plan.inputs(cache, model.dtype, graph.sliding_window)
     tokens, logits = Dim("tokens", min=1, max=1 << 16), Dim("logits", min=1, max=1 << 16)
     writes = Dim("writes", min=1, max=1 << 16)
     rows, row_len = Dim("rows", min=1, max=1 << 12), Dim("row_len", min=1, max=1 << 14)
@@ -303,11 +292,11 @@ def compile_step(
         [{0: pool} for _ in layers],
         *([_linear_shapes(len(linear))] if linear else []),
     )
-    wanted = _logit_rows(model, kernel, None if taps is None else taps.features)
+    wanted = _logit_rows(model, kernel, graph.features)
     with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
         with contextlib.nullcontext() if wanted is None else wanted.in_place():
-            step = Step(model, kernel, taps, callback, wanted)
+            step = Step(model, kernel, graph.taps, callback, wanted)
             exported = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False)
         shims = cpu_attention.compiled_shims() if kernel == "native" else {}
         plain = model.dtype == torch.bfloat16 and cpu_linear.usable()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,13 +87,8 @@ def _pack(own: StepShape, plan: StepArrays, shape: StepShape, into: StepArrays, 
     visible[num_rows:] = visible[0]
 
 
-def best_fit(shape: StepShape, recorded: Iterable[StepShape]) -> StepShape | None:
-    """The cheapest of ``recorded`` that covers ``shape``; None: the step must run as it is."""
-    return min((r for r in recorded if r.covers(shape)), key=lambda r: r.cost, default=None)
-
-
 class Fits:
-    """``best_fit`` among shapes that stay the same: one comparison of arrays, remembered for sizes that come again."""
+    """The cheapest of some shapes that covers another: one comparison of arrays, remembered for repeated sizes."""
 
     def __init__(self, recorded: Sequence[StepShape] = ()) -> None:
         """``recorded``: the shapes."""

@@ -133,7 +133,8 @@ class CompiledPackage:
         """The output of the exported function for the inputs of ``plan`` (``StepPlan.inputs``), all on the CPU."""
         if (library := self._native(dtype)) is None:
             return self(*plan.inputs(cache, dtype, window))
-        outputs, linear = (ctypes.c_void_p * self._num_outputs)(), _numbers_of(plan)
+        outputs = (ctypes.c_void_p * self._num_outputs)()
+        linear = array("q") if plan.linear is None else plan.linear.encode()
         model, sizes = self._model(cache, dtype, window), array("q", plan.shape)
         given = (sizes.buffer_info()[0], plan.buffer.data_ptr(), *linear.buffer_info())
         if library.paceline_run_step(ctypes.byref(model), *given, outputs, self._num_outputs):
@@ -192,11 +193,6 @@ class CompiledPackage:
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self.load_library, name)(*arguments) != 0:  # it has said why on standard error
             raise EngineError(f"{name} of a compiled model failed")
-
-
-def _numbers_of(plan: StepPlan) -> array[int]:
-    """The numbers of linear layers; none where there are none."""
-    return array("q") if plan.linear is None else plan.linear.encode()
 
 
 class _Model(ctypes.Structure):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from paceline.errors import EngineError
+from paceline.errors import EngineError, reason_of
 
 if TYPE_CHECKING:
     from paceline.model.parallel.one_shot import OneShot
@@ -165,9 +165,8 @@ class TorchCollectives(Collectives):
             if isinstance(error, EngineError):
                 raise
             limit_s = self.timeout_s if timeout_s is None else timeout_s
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise EngineError(
-                f"rank {self.rank} of {self.degree} could not {what} (limit {limit_s:g} s): {reason}"
+                f"rank {self.rank} of {self.degree} could not {what} (limit {limit_s:g} s): {reason_of(error)}"
             ) from error
 
 

@@ -31,7 +31,7 @@ from paceline.checkpoint.folder import folder_of
 from paceline.checkpoint.gguf.weights import GgufWeights
 from paceline.checkpoint.size import names_of
 from paceline.checkpoint.translated import INDEX, renamed
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, named
 from paceline.model.parallel.plan import ParameterShard, ShardPlan
 
 Progress = Callable[[int, int], None]
@@ -39,7 +39,6 @@ Progress = Callable[[int, int], None]
 
 _SINGLE = "model.safetensors"
 _MAPPED_BYTES = 16 << 20
-_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +206,7 @@ def read_shard(
     sources = sources_of(files, model, plan.parameters, plan.aliases)
     missing = [name for name in plan.parameters if name not in sources]
     if missing:
-        more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
-        named = ", ".join(missing[:_NUM_NAMED])
-        raise ConfigError(f"model {files.path!r} is not whole: no weight file holds {named}{more}")
+        raise ConfigError(f"model {files.path!r} is not whole: no weight file holds {named(missing)}")
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     state = model.state_dict()
     wanted: dict[str, torch.dtype] = {}

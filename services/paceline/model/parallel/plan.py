@@ -71,7 +71,6 @@ class ParameterShard:
 class ShardPlan:
     """One rank's share of a model."""
 
-    rank: int
     degree: int
     config: PretrainedConfig
     """Configuration of the rank's own, smaller model. Its vocabulary is the whole one."""
@@ -89,7 +88,6 @@ class ShardPlan:
     """Attributes of the rank's modules, by their paths, which its configuration does not make small."""
     embedding: str
     head: str
-    vocab_size: int
     vocab: Range
     """Token ids whose embedding and logits this rank holds."""
     vocab_width: int
@@ -149,7 +147,7 @@ class _Planner:
         elif HEADS not in chosen:
             chosen.discard(KV_HEADS)
         self._leave_whole({name for key in chosen for name in follows.get(key, ())})
-        heads = self._linear_heads()
+        heads = {key: int(getattr(self.config.get_text_config(), key)) for key in self.linear.heads}
         self.split = {key: values[key] for key in chosen} | heads
         self._check_degree(self.split)
 
@@ -196,7 +194,6 @@ class _Planner:
             if first.setdefault(id(tensor), name) != name:
                 aliases[name] = first[id(tensor)]
         return ShardPlan(
-            rank=self.rank,
             degree=self.degree,
             config=config,
             parameters={name: shard for name, shard in parameters.items() if name not in aliases},
@@ -204,17 +201,12 @@ class _Planner:
             summed=summed,
             gathered=tuple(gathered),
             divided=tuple(name for name, _ in self.model.named_modules() if self._style(name) in _SHARED),
-            sizes={path: self._divided(self._attribute(path)) for path in divided_sizes(self.config)},
+            sizes={path: self._divided_size(path) for path in divided_sizes(self.config)},
             embedding=self.embedding,
             head=self.head,
-            vocab_size=vocab_size,
             vocab=vocab,
             vocab_width=width,
         )
-
-    def _linear_heads(self) -> dict[str, int]:
-        text = self.config.get_text_config()
-        return {key: int(getattr(text, key)) for key in self.linear.heads}
 
     def _add_linear(self, parameters: dict[str, ParameterShard], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Adds the parts of linear layers, if the smaller model, where it is smaller, holds the same. Returns the norms
@@ -228,11 +220,9 @@ class _Planner:
                 raise self._only_whole(f"{name} is {shapes[name]} on a rank, not {shard.local_shape}")
         return gathered
 
-    def _attribute(self, path: str) -> int:
+    def _divided_size(self, path: str) -> int:
         module, _, name = path.rpartition(".")
-        return int(getattr(self.model.get_submodule(module), name))
-
-    def _divided(self, value: int) -> int:
+        value = int(getattr(self.model.get_submodule(module), name))
         return value if value % self.degree else value // self.degree
 
     def _only_whole(self, reason: str) -> ConfigError:

@@ -253,7 +253,7 @@ class LeadingRunner(RankRunner):
 
     def forward_and_pick(
         self, steps: Sequence[SequenceStep], rows: Sequence[Row | None], drawn: Tensor | None = None
-    ) -> tuple[Tensor, Sampled]:
+    ) -> tuple[Tensor, Sampled, Tensor | None]:
         """Runs ``forward``, but samples tokens in place of the logits where ``rows`` has a row.
 
         Only for rows whose sole processor is the temperature. Raises as ``run``.
@@ -264,26 +264,15 @@ class LeadingRunner(RankRunner):
             drawn: the step's first tokens (``forward_drawn``); None: all are in ``steps``.
 
         Returns:
-            Logits ``[number of None, vocab_size]``, and tokens and log-probabilities of the other rows.
+            Logits ``[number of None, vocab_size]``; tokens and log-probabilities of the other rows; the states of
+            ``forward_with_states``, if the model has any.
         """
-        return self._pick(steps, rows, drawn)[:2]
-
-    def forward_and_pick_with_states(
-        self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
-    ) -> tuple[Tensor, Sampled, Tensor]:
-        """``forward_and_pick``, with states as in ``forward_with_states``."""
-        logits, sampled, states = self._pick(steps, rows, None)
-        return logits, sampled, self._of_tokens(states, steps)
-
-    def _pick(
-        self, steps: Sequence[SequenceStep], rows: Sequence[Row | None], drawn: Tensor | None
-    ) -> tuple[Tensor, Sampled, Tensor | None]:
         plan, picks = self.plan(steps)._replace(drawn=drawn), Picks.of(rows)
         with self.together():
             self._tell(plan, picks.encode())
             self.require_room(plan)
             logits, tokens, logprobs, states = self.run_and_pick(plan, picks)
-        return logits, Sampled(tokens, logprobs), states
+        return logits, Sampled(tokens, logprobs), None if states is None else self._of_tokens(states, steps)
 
     def announce(self, limits: Limits, max_len: int) -> None:
         """Has the other ranks record their part of the steps (``Follower``), and waits until all are ready to.
@@ -366,7 +355,7 @@ class Follower:
             if num_picks:
                 runner.run_and_pick(plan, Picks.decode(message[start + num_plan :]))
             else:
-                runner.run(plan)
+                runner.run_plan(plan)
         return True
 
     def _record(self, frame: bytes) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.core.native import COMPILE_LIMIT_S, Library
-from paceline.errors import EngineError
+from paceline.errors import EngineError, reason_of
 from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
 from paceline.model.parallel.peers import open_peers
 
@@ -55,7 +55,7 @@ def connect(
         store.wait([f"rank{i}" for i in range(degree)], timedelta(seconds=limit))
     except RuntimeError as error:
         raise EngineError(
-            f"rank {rank} of {degree} could not meet the other ranks (limit {limit:g} s): {_first_line(error)}"
+            f"rank {rank} of {degree} could not meet the other ranks (limit {limit:g} s): {reason_of(error)}"
         ) from error
     all_ranks = [json.loads(store.get(f"rank{i}")) for i in range(degree)]
     reasons = [facts["reason"] for facts in all_ranks if facts["reason"]]
@@ -122,7 +122,7 @@ class SharedMemoryCollectives(Collectives):
         except (OSError, RuntimeError) as error:
             self.close()
             raise EngineError(
-                f"rank {rank} of {degree} could not map the shared memory (limit {timeout_s:g} s): {_first_line(error)}"
+                f"rank {rank} of {degree} could not map the shared memory (limit {timeout_s:g} s): {reason_of(error)}"
             ) from error
         finally:
             for left in (fd, created):
@@ -135,7 +135,7 @@ class SharedMemoryCollectives(Collectives):
         try:
             reduced: Tensor = torch.ops.paceline.ranks_sum(tensor, self._number)
         except RuntimeError as error:
-            raise EngineError(_first_line(error)) from error
+            raise EngineError(reason_of(error)) from error
         return reduced
 
     def all_gather(self, tensor: Tensor, *, timeout_s: float | None = None) -> Tensor:
@@ -147,7 +147,7 @@ class SharedMemoryCollectives(Collectives):
             else:
                 gathered = operators.ranks_gather_within(tensor, self.degree, number, timeout_s)
         except RuntimeError as error:
-            raise EngineError(_first_line(error)) from error
+            raise EngineError(reason_of(error)) from error
         return gathered
 
     def compiled_shims(self) -> dict[Any, list[str]] | None:
@@ -196,7 +196,3 @@ def _host() -> str:
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
     except OSError:
         return f"unknown {secrets.token_hex(8)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -103,16 +103,15 @@ class HeadGate:
         """Records the time of one depth."""
         self.level_s.setdefault((load_class(num_leaves), first), Ewma()).add(seconds)
 
-    def pays(self, gain: float, num_leaves: int, tokens_per_s: float, *, first: bool) -> bool:
-        """True if a depth is expected to add more tokens than are made otherwise in its time.
+    def pays(self, gain: float, num_leaves: int, tokens_per_s: float) -> bool:
+        """True if the first depth is expected to add more tokens than are made otherwise in its time.
 
         Args:
             gain: tokens that the depth is expected to add, in all its sessions.
             num_leaves: its leaves, one for each session.
             tokens_per_s: that are made otherwise, in all sessions of the step together.
-            first: it is the first depth.
         """
-        seconds = self.depth_s(num_leaves, first=first)
+        seconds = self.depth_s(num_leaves, first=True)
         return not self.adaptive or seconds is None or gain > tokens_per_s * seconds
 
     def most_leaves(self, worths: Sequence[float], tokens_per_s: float) -> int:

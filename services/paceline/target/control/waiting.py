@@ -136,7 +136,7 @@ class WaitPolicy:
             self.answered.add(1.0)
 
     def may_wait(self, session: TargetSession, *, others_ready: bool) -> bool:
-        """False if ``wait_until`` is None for any ``wanted``."""
+        """False if ``until`` is None for any ``wanted``."""
         num_tokens = len(session.tokens)
         return (
             session.draft_available
@@ -148,41 +148,6 @@ class WaitPolicy:
             and session.max_draft() > 0
         )
 
-    def wait_until(
-        self,
-        session: TargetSession,
-        now: float,
-        *,
-        others_ready: bool,
-        wanted: int | None = None,
-        row_s: float = 0.0,
-        fallback: Sequence[float] = (),
-        fallback_s: float = 0.0,
-    ) -> float | None:
-        """Time until which ``session`` should wait for its draft; None: step now. May be asked again on every message.
-
-        Args:
-            now: seconds, as on the engine's clock.
-            others_ready: other sessions step now, so that waiting costs a whole step of the batch.
-            wanted: draft tokens that would be verified if available (``allocation.py``), so the maximum to wait for;
-                None: all that the session may have.
-            row_s: seconds that one more draft token makes the step longer.
-            fallback: probabilities of the tokens that can be proposed without waiting (``lookup.py``, ``heads/``).
-            fallback_s: seconds that making those takes.
-        """
-        if not self.may_wait(session, others_ready=others_ready):
-            return None
-        return self.until(
-            session,
-            now,
-            self.rate(),
-            others_ready=others_ready,
-            wanted=wanted,
-            row_s=row_s,
-            fallback=fallback,
-            fallback_s=fallback_s,
-        )
-
     def until(
         self,
         session: TargetSession,
@@ -190,12 +155,24 @@ class WaitPolicy:
         rate: float,
         *,
         others_ready: bool,
-        wanted: int | None,
-        row_s: float,
-        fallback: Sequence[float],
-        fallback_s: float,
+        wanted: int | None = None,
+        row_s: float = 0.0,
+        fallback: Sequence[float] = (),
+        fallback_s: float = 0.0,
     ) -> float | None:
-        """``wait_until`` of a session that ``may_wait``, asked for many at once: ``rate`` is the same for all."""
+        """Time until which a session that ``may_wait`` should wait for its draft; None: step now. May be asked again on
+        every message.
+
+        Args:
+            now: seconds, as on the engine's clock.
+            rate: of ``rate``, the same for all that are asked at once.
+            others_ready: other sessions step now, so that waiting costs a whole step of the batch.
+            wanted: draft tokens that would be verified if available (``allocation.py``), so the maximum to wait for;
+                None: all that the session may have.
+            row_s: seconds that one more draft token makes the step longer.
+            fallback: probabilities of the tokens that can be proposed without waiting (``lookup.py``, ``heads/``).
+            fallback_s: seconds that making those takes.
+        """
         wanted = session.max_draft() if wanted is None else min(wanted, session.max_draft())
         probs = session.tree.proposal(wanted).probs
         if len(probs) >= wanted:

@@ -123,7 +123,7 @@ class HeadGrower(Grower[HeadSession]):
         gate = self.gate
         gains = [self._gain(f) for f in sessions]
         least = (least_gain(len(sessions)) - 1.0) * len(sessions)
-        if gate.pays(sum(max(0.0, gain) for gain in gains) - least, len(sessions), tokens_per_s, first=True):
+        if gate.pays(sum(max(0.0, gain) for gain in gains) - least, len(sessions), tokens_per_s):
             gate.paid()
         elif not gate.try_anyway():
             for followed in sessions:

@@ -19,15 +19,15 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 def pass_arguments_on(model: PreTrainedModel) -> None:
     """Passes such a part all arguments of its layer. A second call changes nothing."""
     for module in model.modules():
-        if type(module).__name__ in _DROPPING and not hasattr(module, "passing"):
+        if type(module).__name__ in _DROPPING and not hasattr(module, "arguments"):
             layer: Any = module
-            layer.passing = _Passing()
-            layer.register_forward_pre_hook(layer.passing.take, with_kwargs=True)
+            layer.arguments = _LayerArguments()
+            layer.register_forward_pre_hook(layer.arguments.take, with_kwargs=True)
             part = layer.get_submodule(_DROPPING[type(module).__name__])
-            part.register_forward_pre_hook(layer.passing.give, with_kwargs=True)
+            part.register_forward_pre_hook(layer.arguments.give, with_kwargs=True)
 
 
-class _Passing:
+class _LayerArguments:
     """The arguments of a layer from the beginning of its forward until its part has them."""
 
     def __init__(self) -> None:
