@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.bench.arguments import refusal_of
 
 from paceline.cli.main import main
 from paceline.config import CascadeOptions, NgramOptions
@@ -31,63 +30,6 @@ from paceline_bench.records import RequestRecord, RoundRecord
 from paceline_bench.report import documents
 from paceline_bench.report.summaries import best_of, summarize
 from paceline_bench.report.text import text_of
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--modes", "plain,fast"], "'fast'"),
-        (["--modes", ""], "--modes"),
-        (["--baselines", "vllm"], "'vllm'"),
-        (["--baselines", "none,assisted"], "'none'"),
-        (["--temperatures", "0,warm"], "'warm'"),
-        (["--temperatures", "-1"], "'-1'"),
-        (["--draft-tokens", "33"], "1 to 32"),
-        (["--sequential-draft-tokens", "2,x"], "'x'"),
-        (["--prompts", "0"], "from 1 to 1000000"),
-        (["--repeats", "1.5"], "'1.5'"),
-        (["--max-tokens", "1"], "--max-tokens"),
-        (["--grow-target", "big"], "'big'"),
-        (["--grow-draft=-3M"], "'-3M'"),
-        (["--acceptance", "greedy"], "--acceptance"),
-        (["--tree-step-tokens", "0"], "--tree-step-tokens"),
-        (["--task-group", "poems"], "'poems'"),
-        (["--sessions", "3", "--prompts", "4"], "multiple of --sessions"),
-        (["--json", "/nonexistent/out.json"], "--json"),
-        (["--grow-target", "1K"], "1000"),
-        (["--target", "/nonexistent", "--grow-target", "20M"], "/nonexistent"),
-        (["--unknown"], "--unknown"),
-    ],
-)
-def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert named in refusal_of(["bench", "local", *arguments], capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--head", "eagle9=x"], "--head eagle9=x: method is 'eagle9'"),
-        (
-            ["--head", "medusa=x", "--modes", "plain,sequential"],
-            "--head medusa=x is given without overlapped in --modes",
-        ),
-        (["--drafter", "none", "--modes", "plain,sequential"], "--modes holds sequential with --drafter none"),
-        (["--drafter", "ngram", "--baselines", "assisted"], "--baselines holds assisted with --drafter ngram"),
-        (
-            ["--drafter", "none", "--draft", "x"],
-            "--draft x is given with --drafter none: it is for a draft model alone",
-        ),
-        (["--drafter", "ngram", "--cpu-threads", "2,3"], "--cpu-threads 2,3 is given with --drafter ngram"),
-        (["--drafter", "ngram", "--tree-step-tokens", "4"], "--tree-step-tokens 4 is given with --drafter ngram"),
-        (["--drafter", "ngram", "--draft-device", "cpu"], "--draft-device cpu is given with --drafter ngram"),
-        (["--draft-device", "cuda", "--cpu-threads", "2"], "--draft-device cuda with --cpu-threads 2: these run on"),
-    ],
-)
-def test_drafters_that_make_no_sense_together(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "local", *arguments]) == 2
-    assert capsys.readouterr().err.strip().startswith(f"paceline: {named}")
 
 
 def test_what_a_drafter_leaves_of_the_defaults() -> None:

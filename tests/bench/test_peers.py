@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.bench.arguments import refusal_of
 
 from paceline.cli.main import main
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
@@ -145,26 +144,6 @@ def test_methods_of_other_engines_have_the_cores_and_k_of_ours(monkeypatch: pyte
     assert ours[2:] == [("plain, 4 threads", 4), ("co-located, 4 threads K=4", 4)]
     alone = replace(settings, draft="", cpu_threads=())
     assert [m.name for m in methods(alone) if m.engine == "vllm"] == ["vllm, 1 thread", "vllm, 2 threads"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--peer", "sglang=python"], "'sglang=python'"),
-        (["--peer", "vllm"], "openvino=/opt/openvino/bin/python"),
-        (["--peer", "vllm=/nonexistent/python"], "/nonexistent/python"),
-        (["--peer", f"vllm={sys.executable}", "--peer", f"vllm={sys.executable}"], "vllm is given twice"),
-        (["--peer", f"vllm={sys.executable}", "--dtype", "auto"], "with --dtype auto: use bfloat16 or float32"),
-        (["--peer", f"vllm={sys.executable}", "--target", "org/model"], "with --target 'org/model': a directory"),
-        (["--cpu-threads", "1"], "2 to 64"),
-        (["--cpu-threads", "2", "--no-compile"], "cpu_threads is 2 with compile false"),
-        (["--cpu-threads", "2,4", "--dtype", "float32"], "cpu_threads is 2 with dtype 'float32'"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert named in refusal_of(["bench", "local", *arguments], capsys)
 
 
 @pytest.mark.slow

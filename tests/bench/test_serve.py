@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.bench.arguments import refusal_of
 
 from paceline.cli.main import main
 from paceline.types import Mode, ReplicaStatus
@@ -47,35 +46,6 @@ from paceline_bench.steps import CountedEngine
 
 PLAIN, OVERLAPPED = Configuration(LOCAL, Mode.PLAIN), Configuration(LOCAL, Mode.OVERLAPPED)
 SERVED_PLAIN, SERVED = Configuration(SERVICE, Mode.PLAIN), Configuration(SERVICE, Mode.OVERLAPPED)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--sessions", "1,0"], "from 1 to 1024"),
-        (["--sessions", "4,many"], "'many'"),
-        (["--temperatures", "warm"], "'warm'"),
-        (["--draft-tokens", "33"], "1 to 32"),
-        (["--prompts", "0"], "from 1 to 1000000"),
-        (["--max-tokens", "1"], "--max-tokens"),
-        (["--json", "/nonexistent/out.json"], "--json"),
-        (["--target", "/nonexistent", "--grow-target", "20M"], "/nonexistent"),
-        (["--worker", "thread"], "--worker"),
-        (["--request-rate", "0"], "'0'"),
-        (["--request-rate", "1,often"], "'often'"),
-        (["--burstiness", "0.5"], "--request-rate"),
-        (["--request-rate", "1", "--burstiness", "0"], "'0'"),
-        (["--goodput", "ttft"], "'ttft'"),
-        (["--goodput", "speed:3"], "'speed:3'"),
-        (["--goodput", "ttft:1", "ttft:2"], "'ttft:2'"),
-        (["--endpoint", "localhost"], "'localhost'"),
-        (["--endpoint", "http://h:1", "--endpoint-body", "[1]"], "'[1]'"),
-        (["--endpoint", "http://h:1", "--endpoint-key-file", "/nonexistent"], "/nonexistent"),
-        (["--task-group", "poems"], "'poems'"),
-    ],
-)
-def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert named in refusal_of(["bench", "serve", *arguments], capsys)
 
 
 def test_what_is_compared() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from tests.support.mutants import mutant
 from tests.web.chats import told
 
@@ -24,210 +26,19 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"propert
 F, G = ("f", {"a": "x"}), ("g", {"n": 3})
 DS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 DSML = "｜DSML｜"
-FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
 
 def hermes(*bodies):
     return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
 
 
-ONE, OTHER = '{"name": "f", "arguments": {"a": "x"}}', '{"name": "g", "arguments": {"n": 3}}'
+OTHER = '{"name": "g", "arguments": {"n": 3}}'
 
 ANSWERS = [
-    # calls, reasoning, the answer, its content, its reasoning, its calls
-    ("hermes", "qwen3", f"<think>\nhm</think>\n\nSee.{hermes(ONE, OTHER)}\nDone.", "\n\nSee.\nDone.", "\nhm", [F, G]),
-    ("hermes", "none", hermes('{"arguments": {"a": "x"}, "name": "f"}', '{"name": "g"}'), "", "", [F, ("g", {})]),
-    ("hermes", "none", hermes('{"name": "f", "arguments": "{\\"a\\": \\"x\\"}"}'), "", "", [F]),
-    ("hermes", "none", hermes('{"name": "g", "arguments": {"n": "3", "a": "3"}}'), "", "", [("g", {"n": 3, "a": "3"})]),
-    (
-        "hermes",
-        "none",
-        hermes('{"name": "f", "arguments": {"a": "</tool_call>{\\"}} é世"}}', OTHER),
-        "",
-        "",
-        [("f", {"a": '</tool_call>{"}} é世'}), G],
-    ),
-    ("hermes", "none", hermes(ONE).removesuffix("\n</tool_call>"), "", "", [F]),
-    ("hermes", "deepseek_r1", "hm</think>Yes", "Yes", "hm", []),
-    ("hermes", "deepseek_r1", "<think>hm</think>Yes", "Yes", "hm", []),
-    ("hermes", "deepseek_r1", "hm and", "", "hm and", []),
-    ("hermes", "qwen3", "no</think> more <thin", "no</think> more <thin", "", []),
-    ("llama3_json", "none", '{"name": "f", "parameters": {"a": "x"}}', "", "", [F]),
-    ("llama3_json", "none", '<|python_tag|>{"name": "f", "parameters": {"a": "x"}}', "", "", [F]),
-    (
-        "llama3_json",
-        "none",
-        '{"name": "f", "parameters": {"a": "x"}}; {"name": "g", "parameters": {"n": 3}}',
-        "",
-        "",
-        [F, G],
-    ),
-    ("llama3_json", "none", 'So:\n{"type": "function", "name": "f", "parameters": {"a": "x"}}', "So:", "", [F]),
-    ("llama3_json", "none", '{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', "", []),
-    ("llama3_json", "none", 'use {"name": "f"} so', 'use {"name": "f"} so', "", []),
-    ("llama4_pythonic", "none", '<|python_start|>[f(a="x"), g(n=3)]<|python_end|>', "", "", [F, G]),
-    ("pythonic", "none", "[f(a='x'), g(n=3)]", "", "", [F, G]),
-    (
-        "pythonic",
-        "none",
-        '[f(a="]\\/", o={"k": [1, -2.5, true, None]}, b=False)]',
-        "",
-        "",
-        [("f", {"a": "]/", "o": {"k": [1, -2.5, True, None]}, "b": False})],
-    ),
-    ("pythonic", "none", "[f(1)] [1, 2] [h(a=1)]", "[f(1)] [1, 2] [h(a=1)]", "", []),
-    ("mistral", "mistral", f"[THINK]hm[/THINK]ok[TOOL_CALLS] [{ONE}, {OTHER}]", "ok", "hm", [F, G]),
-    ("mistral", "none", '[TOOL_CALLS]f{"a": "x"}[TOOL_CALLS]g{"n": 3}', "", "", [F, G]),
-    ("mistral", "none", 'ok[TOOL_CALLS]f[CALL_ID]abc123xyz[ARGS]{"a": "x"}', "ok", "", [F]),
-    (
-        "deepseek_v3",
-        "deepseek_r1",
-        (
-            f'hm</think>Hi{DS[0]}{DS[1]}function{DS[2]}f\n```json\n{{"a": "x"}}\n```{DS[3]}\n'
-            f'{DS[1]}function{DS[2]}g\n```json\n{{"n": 3}}\n```{DS[3]}{DS[4]}'
-        ),
-        "Hi",
-        "hm",
-        [F, G],
-    ),
-    (
-        "deepseek_v31",
-        "deepseek_v3",
-        f'Hi{DS[0]}{DS[1]}f{DS[2]}{{"a": "x"}}{DS[3]}{DS[1]}g{DS[2]}{{"n": 3}}{DS[3]}{DS[4]}',
-        "Hi",
-        "",
-        [F, G],
-    ),
-    (
-        "deepseek_v32",
-        "deepseek_v3",
-        (
-            f'Hi\n\n<{DSML}function_calls>\n<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="true">x'
-            f'</{DSML}parameter>\n</{DSML}invoke>\n<{DSML}invoke name="g">\n<{DSML}parameter name="n" string="false">3'
-            f"</{DSML}parameter>\n</{DSML}invoke>\n</{DSML}function_calls>"
-        ),
-        "Hi",
-        "",
-        [F, G],
-    ),
-    ("openai", "openai_gptoss", f"<|channel|>analysis<|message|>hm<|end|>{FINAL}Hello!<|return|>", "Hello!", "hm", []),
-    (
-        "openai",
-        "openai_gptoss",
-        (
-            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f "
-            '<|constrain|>json<|message|>{"a": "x"}<|call|>'
-        ),
-        "",
-        "hm",
-        [F],
-    ),
-    (
-        "openai",
-        "openai_gptoss",
-        (
-            "<|channel|>commentary<|message|>First.<|end|><|start|>assistant to=functions.g<|channel|>commentary json"
-            '<|message|>{"n": 3}<|call|>'
-        ),
-        "First.",
-        "",
-        [G],
-    ),
-    (
-        "openai",
-        "openai_gptoss",
-        (
-            "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{bad<|end|>"
-            '<|start|>assistant<|channel|>commentary to=functions.g json<|message|>{"n": 3}<|call|>'
-        ),
-        "{bad",
-        "",
-        [G],
-    ),
-    ("openai", "openai_gptoss", "<|channel|>final<|message|>cut", "cut", "", []),
-    ("openai", "openai_gptoss", "no channels", "no channels", "", []),
-    (
-        "glm45",
-        "glm45",
-        (
-            "<think>hm</think>ok\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>\n"
-            "<tool_call>g<arg_key>n</arg_key><arg_value>3</arg_value></tool_call>"
-        ),
-        "ok",
-        "hm",
-        [F, G],
-    ),
-    (
-        "kimi_k2",
-        "kimi_k2",
-        (
-            "<think>hm<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
-            '{"a": "x"}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"n": 3}'
-            "<|tool_call_end|><|tool_calls_section_end|>"
-        ),
-        "",
-        "hm",
-        [F, G],
-    ),
-    ("minimax", "minimax", f"hm</think>ok\n<tool_calls>\n{ONE}\n{OTHER}\n</tool_calls>", "ok", "hm", [F, G]),
-    (
-        "minimax_m2",
-        "minimax_m2",
-        (
-            'hm</think>ok\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x</parameter>\n</invoke>\n'
-            '<invoke name="g">\n<parameter name="n">3</parameter>\n</invoke>\n</minimax:tool_call>'
-        ),
-        "ok",
-        "hm",
-        [F, G],
-    ),
-    (
-        "granite",
-        "granite",
-        f"Here is my thought process:hm Here is my response:ok<|tool_call|>[{ONE}, {OTHER}]",
-        "ok",
-        "hm ",
-        [F, G],
-    ),
-    (
-        "qwen3_coder",
-        "qwen3",
-        (
-            "ok\n<tool_call>\n<function=f>\n<parameter=a>\n two\n lines\n</parameter>\n<parameter=b>\nnull\n"
-            "</parameter>\n</function>\n</tool_call>\n"
-            "<tool_call>\n<function=g>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
-        ),
-        "ok",
-        "",
-        [("f", {"a": " two\n lines", "b": None}), G],
-    ),
-    ("qwen3_xml", "none", "<function=g>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>", "", "", [G]),
-    (
-        "seed_oss",
-        "seed_oss",
-        (
-            "<seed:think>hm</seed:think><seed:tool_call>\n<function=f>\n<parameter=a>x</parameter>\n</function>\n"
-            "</seed:tool_call>"
-        ),
-        "",
-        "hm",
-        [F],
-    ),
-    ("jamba", "none", f"<tool_calls>[{ONE}, {OTHER}]</tool_calls>", "", "", [F, G]),
-    ("internlm", "none", f"ok<|action_start|><|plugin|>{ONE}<|action_end|>", "ok", "", [F]),
-    ("phi4_mini_json", "none", f"functools[{ONE}, {OTHER}]", "", "", [F, G]),
-    (
-        "gemma4",
-        "gemma4",
-        (
-            '<|channel>thought\nhm<channel|>ok<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|><|tool_call>call:g{n:3}'
-            "<tool_call|>"
-        ),
-        "ok",
-        "hm",
-        [F, G],
-    ),
+    (*row["forms"], row["answer"], row["content"], row["reasoning"], [*map(tuple, row["calls"])])
+    for row in yaml.safe_load((Path(__file__).parent / "golden" / "answers.yaml").read_text(encoding="utf-8"))
 ]
+"""Form of calls, of reasoning, the answer, its content, its reasoning, its calls."""
 IDS = [f"{i} {one[0]} {one[1]}" for i, one in enumerate(ANSWERS)]
 
 

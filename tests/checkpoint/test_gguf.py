@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from tests.support.fetch_models import model as model_file
 from tests.support.gguf_files import MODELS, write_gguf, write_letters
+from tests.support.local import local_config
 from tests.support.models import EOS, VOCAB, letters_tokenizer, prompt, random_model
 from tests.support.zoo import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,7 +29,7 @@ from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.checkpoint.weights import WeightFiles
 from paceline.cli.main import main
 from paceline.cluster.ports import free_ports
-from paceline.config import HeadOptions, LocalConfig, TargetModel
+from paceline.config import HeadOptions
 from paceline.config.loading import place_of
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
@@ -151,11 +152,10 @@ def test_text_is_that_of_generate_plain_and_drafted(files, monkeypatch):
     model, path = files("qwen3")
     ids = prompt(3, 20)
     want = model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=None)[0, 20:].tolist()
-    target = TargetModel(path=str(path), dtype="float32", compile=False, batch_invariant="off")
     heads = HeadOptions(method="suffix"), HeadOptions(method="draft_model", model=str(path))
     try:
-        for one in (target, *(target.model_copy(update={"heads": [head]}) for head in heads)):
-            with LocalPipeline(LocalConfig(target=one, draft=None, worker="thread", pin_cores=False)) as pipeline:
+        for drafting in ([], *([head] for head in heads)):
+            with LocalPipeline(local_config(path, heads=drafting)) as pipeline:
                 generation = pipeline.submit(ids, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
                 assert list(generation.result.token_ids) == want
     finally:

@@ -17,15 +17,13 @@ import pytest
 from tests.support.models import EOS, VOCAB
 from tests.support.schemas import json_grammars, json_tokenizer
 
-from paceline.checkpoint import grammar, grammar_matcher, grammar_trial
+from paceline.checkpoint import grammar, grammar_trial
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.grammar_trial import GrammarTrials, Verdict
 from paceline.errors import EngineError, InvalidRequestError, ResourceExhaustedError
 from paceline.types import StructuredOutput
 
 CHEAP = StructuredOutput(regex="a(bc)*")
-FREE_S = grammar_matcher.FREE_S
-"""That of the product: tests have another one (tests/conftest.py)."""
 
 
 @pytest.fixture(scope="module")
@@ -173,27 +171,13 @@ def test_so_many_forms_wait_and_no_more(within_a_loop: bool, monkeypatch: pytest
 # -- the budget of a session -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The CPU time that each look at the clock adds, in place of the clock."""
-    now, step = [0.0], [0.0]
-
-    def thread_time() -> float:
-        now[0] += step[0]
-        return now[0]
-
-    monkeypatch.setattr("paceline.checkpoint.grammar_matcher.time.thread_time", thread_time)
-    monkeypatch.setattr("paceline.checkpoint.grammar_matcher.FREE_S", FREE_S)
-    return step
-
-
 def allows(mask: np.ndarray) -> int:
     return int(np.unpackbits(mask).sum())
 
 
-def test_a_session_beyond_its_budget_fails_with_the_reason(clock: list[float]) -> None:
+def test_a_session_beyond_its_budget_fails_with_the_reason(tick: list[float]) -> None:
     state, (z,) = json_grammars().matcher(StructuredOutput(regex="z*")), json_tokenizer().encode("z")
-    clock[0] = 0.02
+    tick[0] = 0.02
     lengths = 0
     while allows(state.masks([()])[0]):
         assert state.append((z,))
@@ -204,20 +188,20 @@ def test_a_session_beyond_its_budget_fails_with_the_reason(clock: list[float]) -
     )
 
 
-def test_cheap_masks_never_exceed_the_budget(clock: list[float]) -> None:
+def test_cheap_masks_never_exceed_the_budget(tick: list[float]) -> None:
     state, (z,) = json_grammars().matcher(StructuredOutput(regex="z*")), json_tokenizer().encode("z")
-    clock[0] = 0.002
+    tick[0] = 0.002
     for _ in range(500):
         assert allows(state.masks([()])[0])
         assert state.append((z,))
 
 
 @pytest.mark.parametrize("lenient", [False, True])
-def test_costly_drafted_tokens_are_no_longer_looked_at(clock: list[float], lenient: bool) -> None:
+def test_costly_drafted_tokens_are_no_longer_looked_at(tick: list[float], lenient: bool) -> None:
     """The session itself goes on as plain decoding does: its committed tokens have cost no more."""
     state = json_grammars().matcher(StructuredOutput(regex="z*"), lenient=lenient)
     (z,) = json_tokenizer().encode("z")
-    clock[0] = 0.02
+    tick[0] = 0.02
     masks = state.masks([(z,) * length for length in range(20)])
     assert allows(masks[0]) == allows(masks[1]) == 2
     assert allows(masks[-1]) == (8 * masks.shape[1] if lenient else 0)

@@ -59,19 +59,6 @@ def grammars(later: Later) -> Grammars:
     return Grammars(json_tokenizer(), VOCAB, (EOS,), later)
 
 
-@pytest.fixture
-def tick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """CPU seconds between two looks at the clock, which a mask takes."""
-    now, step = [0.0], [0.0]
-
-    def thread_time() -> float:
-        now[0] += step[0]
-        return now[0]
-
-    monkeypatch.setattr("time.thread_time", thread_time)
-    return step
-
-
 def allowed(masks: np.ndarray) -> list[int]:
     return [int(np.unpackbits(row).sum()) for row in masks]
 

@@ -263,45 +263,6 @@ def test_what_does_not_fit_is_named_with_the_reason(
     assert re.search(r"^not draft model, overlapped; .*: --devices 1 leaves no device for a draft$", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--devices", "2", "--target-devices", "4"], "--devices is 2 while --target-devices is 4: no target fits"),
-        (["--devices", "0"], "--devices is '0': a whole number from 1 to 100000 is needed"),
-        (["--bandwidth-gb-s", "nan"], "--bandwidth-gb-s is 'nan': a number above 0 is needed"),
-        (["--temperature", "1"], "--temperature is 1 without --measure: only that runs the models"),
-        (["--measure", "--temperature", "9"], "--temperature is '9': a number at least 0 and at most 2 is needed"),
-        (["--measure", "--prompts-file", "/nowhere"], "--prompts-file is '/nowhere': it cannot be read"),
-        ([*STEP, "--bandwidth-gb-s", "900"], "--target-step-ms is 10 while --bandwidth-gb-s is 900: give one"),
-        (["--from", str(RUN), *STEP], "--target-step-ms is 10 with --from"),
-        (["--from", str(RUN), "--devices", "2", "--target-devices", "2"], "--target-devices is 2 with --from"),
-        (["--from", str(RUN), "--temperature", "0.5"], "--temperature 0.5 is not in"),
-        (["--from", "/nowhere"], "'/nowhere': it cannot be read"),
-        (["--method", "EAGLE"], "--method is 'EAGLE': no checkpoint of it was found"),
-        (["--method", "magic"], "--method is 'magic': possible on these devices are "),
-        (["--measured", "mine"], "--measured is 'mine': NAME=A,MS is needed, A from 0 and below 1, MS above 0"),
-        (["--measured", "mine=1,2"], "--measured is 'mine=1,2': NAME=A,MS is needed"),
-        (
-            ["--measured", "mine=0.5,1", "--measured", "other=0.5,1"],
-            "--measured names mine and other, which are no methods",
-        ),
-        (["--kept", "1.5"], "--kept is '1.5': a number above 0 and at most 1 is needed"),
-        (["--method", "plugin"], "--method is 'plugin': only its author knows what a plugin yields: give your"),
-        (["--head", "magic=/x"], "--head magic=/x: method is 'magic': it must be "),
-        (["--target", "/nowhere"], "/nowhere"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main(["advise", *arguments])
-    except SystemExit as end:
-        status = end.code
-    assert status == 2
-    error = capsys.readouterr().err.strip()
-    assert sentence in error
-    assert "\n" not in error
-
-
 @pytest.mark.slow
 def test_measured_acceptance_ranks_heads_as_their_card_does() -> None:
     found = {}

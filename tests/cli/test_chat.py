@@ -11,7 +11,6 @@ from tests.web.support import edge_over, served
 from paceline.checkpoint.chat import load_chat
 from paceline.cli.chat import converse
 from paceline.cli.main import main
-from paceline.embedded import TARGET_DIR
 from paceline.errors import InvalidRequestError
 
 
@@ -77,18 +76,3 @@ def test_engines_of_this_machine_answer(monkeypatch, capsys, tmp_path):
     flags = ["--no-compile", "--dtype", "float32", "--max-tokens", "6"]
     assert main(["chat", "--chat-template", str(file), *flags]) == 0
     assert capsys.readouterr().out.strip()
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (("--address", "localhost"), "http://HOST:PORT"),
-        (("--address", "http://localhost:1", "--target", "x"), "--target is given with --address"),
-        (("--api-key", "x"), "--api-key is given without --address"),
-        (("--target", str(TARGET_DIR)), "the target has no chat template"),
-        (("--chat-template", "nowhere"), "it cannot be read"),
-    ],
-)
-def test_a_mistake_is_one_sentence(capsys, flags, sentence):
-    assert main(["chat", *flags]) == 2
-    assert sentence in capsys.readouterr().err

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.fake_service import SEED, WORDS, FakeService, Wire, endless, failing, sentence, silent
+from tests.support.refusals import refusal_of
 from tests.support.rings import nightly, slow
 from tests.web.chats import save_speaking_pair
 from transformers import BertConfig, BertForMaskedLM
@@ -57,105 +58,6 @@ def run(*arguments):
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300, env=environment)
 
 
-def refused(capsys, *arguments):
-    """The one sentence with which the command line refuses ``arguments``."""
-    try:
-        status = main(arguments)
-    except SystemExit as error:
-        status = error.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert "Traceback" not in captured.err
-    return captured.err
-
-
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        (["--temperature", "-1"], ["--temperature is -1.0", "at least 0"]),
-        (["--temperature", "nan"], ["--temperature is nan"]),
-        (["--temperature", "warm"], ["--temperature", "warm"]),
-        (["--top-p", "0"], ["--top-p is 0.0", "more than 0 and at most 1"]),
-        (["--top-p", "1.5"], ["--top-p is 1.5", "at most 1"]),
-        (["--top-k", "-3"], ["--top-k is -3", "at least 0"]),
-        (["--min-p", "2"], ["--min-p is 2.0", "at most 1"]),
-        (["--max-tokens", "0"], ["max_tokens is 0", "at least 1"]),
-        (["--min-tokens", "9", "--max-tokens", "8"], ["min_tokens is 9", "at most max_tokens (8)"]),
-        (["--seed", "-1"], ["--seed is -1", "at least 0"]),
-        (["--repetition-penalty", "0"], ["--repetition-penalty is 0.0", "more than 0"]),
-        (["--presence-penalty", "3"], ["--presence-penalty is 3.0", "at most 2"]),
-        (["--frequency-penalty", "-3"], ["--frequency-penalty is -3.0", "at least -2"]),
-        (["--draft-tokens", "33"], ["--draft-tokens is 33", "at most 32"]),
-        (["--mode", "fast"], ["--mode", "fast", "overlapped"]),
-        (["--acceptance", "none"], ["--acceptance", "coupled"]),
-        (["--dtype", "float16"], ["--dtype", "float16", "bfloat16"]),
-        (["--stop", ""], ["--stop is empty"]),
-        (["--target", "/no/such/model", "--draft", "x"], ["--target: model path '/no/such/model' does not exist"]),
-        (["--draft", "/no/such/draft"], ["--draft: model path '/no/such/draft' does not exist"]),
-        (["--target", ""], ["--target is empty"]),
-        (["--target", "models/x"], ["model path 'models/x' does not exist"]),
-        (["--drafter", "ngram", "--draft", "x"], ["--drafter ngram"]),
-        (["--drafter", "ngram", "--placement", "auto"], ["--placement auto is given with --drafter ngram"]),
-        (["--drafter", "none", "--placement", "apart"], ["--placement apart is given without a draft"]),
-        (["--mode", "plain", "--placement", "auto"], ["--placement auto is given without a draft"]),
-        (["--mode", "plain", "--draft-device", "cpu"], ["--draft-device cpu is given without a draft"]),
-        (["--drafter", "ngram", "--draft-device", "cuda:1"], ["--draft-device cuda:1 is given with --drafter ngram"]),
-        (["--draft-device", "cuda:"], ["--draft-device", "is 'cuda:'", "'cuda:N'"]),
-        (["--device", "gpu"], ["--device is 'gpu': it must be 'auto', 'cpu' or 'cuda'"]),
-        (["--placement", "here"], ["--placement", "here", "apart", "auto"]),
-        (
-            ["--placement", "auto", "--head", "draft_model=x"],
-            ["placement is 'auto' with a head of method 'draft_model'"],
-        ),
-        (["--top-p", "nan"], ["--top-p is nan"]),
-        (["--max-tokens", "many"], ["--max-tokens", "many"]),
-        (["--seed", str(2**64)], [f"--seed is {2**64}", f"at most {2**64 - 1}"]),
-        (["--repetition-penalty", "inf"], ["--repetition-penalty is inf"]),
-        (["--temperature", "101"], ["--temperature is 101.0", "at most 100"]),
-        (["--draft-tokens", "-1"], ["--draft-tokens is -1", "at least 0"]),
-        (["--drafter", "magic"], ["--drafter is 'magic'", "'ngram'", "are allowed\n"]),
-        (["--drafter", "ngrma"], ["--drafter is 'ngrma'", "are allowed; did you mean 'ngram'?"]),
-        (["--no-such-flag"], ["--no-such-flag is not a flag: paceline generate --help lists the flags"]),
-        (["--temprature", "1"], ["--temprature is not a flag: did you mean --temperature?"]),
-        (["two", "words"], ["'two' is one argument too many: quote a text that has spaces"]),
-        (["--temperature", "hot"], ["paceline generate: --temperature is 'hot': a number is needed"]),
-        (["--temperature"], ["--temperature is given without a value: one is needed"]),
-        (["--max-tokens", "1.5"], ["--max-tokens is '1.5': a whole number is needed"]),
-        (["--no-compile=yes"], ["--no-compile is given the value 'yes': it takes none"]),
-        (["--address", "a:1", "--local"], ["--local is given with --address a:1", "engines on this machine"]),
-        (["--address", "a:1", "--target", "x"], ["--target is given with --address a:1"]),
-        (["--address", "a:1", "--draft", "x"], ["--draft is given with --address a:1"]),
-        (["--address", "a:1", "--drafter", "model"], ["--drafter is given with --address a:1"]),
-        (["--address", "a:1", "--dtype", "auto"], ["--dtype is given with --address a:1"]),
-        (["--address", "a:1", "--tensor-parallel-size", "2"], ["--tensor-parallel-size is given with --address a:1"]),
-        (["--tensor-parallel-size", "0"], ["--tensor-parallel-size is 0", "greater than or equal to 1"]),
-        (["--address", "a:1", "--compile"], ["--compile is given with --address a:1"]),
-        (["--address", "a:1", "--no-compile"], ["--compile is given with --address a:1"]),
-        (["--timeout", "3"], ["--timeout is given without --address"]),
-        (["--request-id", "r"], ["--request-id is given without --address"]),
-        (["--tls"], ["--tls is given without --address"]),
-        (["--tls-ca", "x"], ["--tls-ca is given without --address"]),
-        (["--logprobs"], ["--logprobs is given without --json"]),
-        (["--top-logprobs", "2"], ["--top-logprobs is 2 without --json"]),
-        (["--json", "--top-logprobs", "21"], ["--top-logprobs is 21", "20"]),
-        (["--address", "localhost"], ["'localhost'", "HOST:PORT of gRPC, such as localhost:9000"]),
-        (["--address", ""], ["''", "HOST:PORT"]),
-        (["--address", "a:1", "--timeout", "0"], ["--timeout is 0:", "more than 0"]),
-        (["--address", "a:1", "--timeout", "nan"], ["--timeout is nan"]),
-        (["--address", "a:1", "--timeout", "soon"], ["--timeout", "soon"]),
-        (["--address", "a:1", "--temperature", "-1"], ["--temperature is -1.0", "at least 0"]),
-        (["--address", "a:1", "--stop", ""], ["--stop is empty"]),
-        (["--address", "a:1", "--tls-ca", "/no/such.pem"], ["/no/such.pem': it cannot be read"]),
-    ],
-)
-def test_a_mistake_is_one_sentence(capsys, flags, parts):
-    sentence = refused(capsys, "generate", PROMPT, *flags)
-    for part in parts:
-        assert part in sentence
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_flag_names_itself_where_its_value_is_missing_or_no_number(capsys, name):
     parser = build_parser(name)
@@ -173,43 +75,30 @@ def test_every_flag_names_itself_where_its_value_is_missing_or_no_number(capsys,
             assert capsys.readouterr().err.startswith(f"paceline {name}: {spelled} {problem}")
 
 
-def test_a_mistyped_command_is_told_the_nearest_and_an_unlike_flag_none(capsys):
-    assert refused(capsys, "sreve").endswith("'bench' are allowed; did you mean 'serve'?\n")
-    assert "did you mean" not in refused(capsys, "magic")
-    said = refused(capsys, "check", "--temperature", "1")
-    assert said == "paceline check: --temperature is not a flag: paceline check --help lists the flags\n"
-
-
-def test_no_command_and_empty_prompt(capsys):
-    assert "paceline --help" in refused(capsys)
-    assert "prompt is empty" in refused(capsys, "generate", "")
-
-
-def test_a_folder_that_holds_no_model(capsys, tmp_path):
-    assert "config.json" in refused(capsys, "generate", PROMPT, "--draft", str(tmp_path))
+def test_a_folder_that_holds_no_model(tmp_path):
+    assert "config.json" in refusal_of("generate", PROMPT, "--draft", str(tmp_path))
     file = tmp_path / "model.bin"
     file.write_bytes(b"")
-    assert "is a file" in refused(capsys, "generate", PROMPT, "--draft", str(file))
+    assert "is a file" in refusal_of("generate", PROMPT, "--draft", str(file))
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"")
     for path in (gguf, tmp_path):
-        assert "model.gguf' is cut short: it is empty" in refused(capsys, "generate", PROMPT, "--draft", str(path))
+        assert "model.gguf' is cut short: it is empty" in refusal_of("generate", PROMPT, "--draft", str(path))
     gguf.unlink()
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "is a LoRA adapter" in refused(capsys, "generate", PROMPT, "--draft", str(tmp_path))
+    assert "is a LoRA adapter" in refusal_of("generate", PROMPT, "--draft", str(tmp_path))
 
 
 def test_a_model_that_is_no_causal_language_model(capfd, tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     BertForMaskedLM(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path)
-    capfd.readouterr()
     for flags in (["--target", str(tmp_path), "--mode", "plain"], ["--draft", str(tmp_path)]):
-        sentence = refused(capfd, "generate", PROMPT, *flags)
+        sentence = refusal_of("generate", PROMPT, *flags)
         assert "not a causal language model" in sentence
         assert "BertForMaskedLM" in sentence
 
 
-def test_a_draft_of_another_tokenizer(capsys, tmp_path):
+def test_a_draft_of_another_tokenizer(tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(DRAFT_DIR / name)
     tokenizer = json.loads((DRAFT_DIR / "tokenizer.json").read_text())
@@ -217,7 +106,7 @@ def test_a_draft_of_another_tokenizer(capsys, tmp_path):
     by_id = sorted(vocab, key=vocab.get)
     vocab[by_id[40]], vocab[by_id[41]] = vocab[by_id[41]], vocab[by_id[40]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    sentence = refused(capsys, "generate", PROMPT, "--draft", str(tmp_path))
+    sentence = refusal_of("generate", PROMPT, "--draft", str(tmp_path))
     assert "tokenizer differs in content" in sentence
     assert str(tmp_path) in sentence
     assert str(TARGET_DIR) in sentence
@@ -232,27 +121,8 @@ def test_standard_input_that_is_empty_or_no_text():
         assert done.stdout == b""
 
 
-def test_a_command_without_arguments_says_so(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "a/model"])
-    assert "paceline plan: 'a/model' is one argument too many: only flags are allowed" in capsys.readouterr().err
-
-
-def test_a_prompt_argument_that_is_no_text(capsys):
-    assert "not valid Unicode" in refused(capsys, "generate", "caf\udce9")
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        (["--repeats", "0"], "--repeats is 0"),
-        (["--max-tokens", "0"], "max_tokens is 0"),
-        (["--max-tokens", "5000"], "fit the model's context"),
-        (["--draft", "/no/such/draft"], "does not exist"),
-    ],
-)
-def test_mistakes_with_the_demo(capsys, flags, part):
-    assert part in refused(capsys, "demo", *flags)
+def test_a_prompt_argument_that_is_no_text():
+    assert "not valid Unicode" in refusal_of("generate", "caf\udce9")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "bench"])
@@ -271,7 +141,7 @@ def test_help_names_every_command(capsys):
     assert "provided by" not in text
     examples = [line.split("  ")[1] for line in text.partition("examples:\n")[2].splitlines()]
     assert {line.split()[1] for line in examples} == {"generate", "serve", "COMMAND"}
-    assert "'bench'" in refused(capsys, "no-such-command").replace("bench)", "'bench')")
+    assert "'bench'" in refusal_of("no-such-command").replace("bench)", "'bench')")
 
 
 @pytest.mark.slow
@@ -447,8 +317,8 @@ def test_compiling_says_so_once_and_leaves_standard_output_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_id_that_nothing_resolves(capfd):
-    sentence = refused(capfd, "generate", PROMPT, "--target", "no-such-model-anywhere", "--mode", "plain")
+def test_a_model_id_that_nothing_resolves():
+    sentence = refusal_of("generate", PROMPT, "--target", "no-such-model-anywhere", "--mode", "plain")
     assert "'no-such-model-anywhere' is neither a directory nor in the Hugging Face cache" in sentence
 
 
@@ -478,8 +348,8 @@ def test_the_demo_asks_a_model_with_a_chat_template(tmp_path):
     assert "identical in all 2 runs" in done.stdout
 
 
-def test_an_over_long_prompt_is_refused(capfd):
-    sentence = refused(capfd, "generate", PROMPT * 400, "--mode", "plain")
+def test_an_over_long_prompt_is_refusal_of():
+    sentence = refusal_of("generate", PROMPT * 400, "--mode", "plain")
     assert "at most 1023 leave room for a token in the model's context of 1024" in sentence
 
 
@@ -579,8 +449,8 @@ def test_the_time_limit_of_a_request(capsys, service):
     assert (status, out, err) == (1, "", "paceline: the time limit of 0.2 s was over after 0 tokens\n")
 
 
-def test_text_that_no_protocol_carries(capsys):
-    sentence = refused(capsys, "generate", "caf\udce9", "--address", "localhost:1")
+def test_text_that_no_protocol_carries():
+    sentence = refusal_of("generate", "caf\udce9", "--address", "localhost:1")
     assert "UTF-8" in sentence
 
 

@@ -112,54 +112,8 @@ def test_a_limit_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     assert "No fleet with drafts keeps 0.5 ms." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"--acceptance": "1"}, "--acceptance is '1': a number at least 0 and below 1 is needed"),
-        ({"--acceptance": "nan"}, "'nan': a number at least 0 and below 1 is needed"),
-        ({"--target-step-ms": "0"}, "--target-step-ms is '0': a number above 0 is needed"),
-        ({"--sessions": "0"}, "--sessions is '0': a whole number from 1 to 1000000 is needed"),
-    ],
-)
-def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        plan(changes)
-    assert stopped.value.code == EXIT_USAGE
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"--acceptance": None, "--draft-step-ms": None},
-            "flags are missing: --draft-step-ms, --acceptance (or --from FILE)",
-        ),
-        ({"--slo-itl-ms": None}, "flags are missing: --slo-itl-ms"),
-        (
-            {"--acceptance": None, "--sessions": None, "--slo-itl-ms": None},
-            "flags are missing: --acceptance (or --from FILE); --sessions or --requests-per-s; --slo-itl-ms",
-        ),
-        ({"--sessions": None}, "flags are missing: --sessions or --requests-per-s"),
-        ({"--requests-per-s": "1"}, "is given with --requests-per-s 1: one of them is allowed"),
-        ({"--from": "nothing.json"}, "--from is 'nothing.json': it cannot be read"),
-        ({"--at-temperature": "1"}, "--at-temperature 1 is given without --from"),
-        ({"--draft-path-ms": "1", "--rule": "rejection"}, "--draft-path-ms 1 is given with --rule rejection"),
-        ({"--siblings": "0.6", "--hit-rate": "0.8"}, "--siblings 0.6 is given with --hit-rate 0.8"),
-        ({"--branch-ms": "0.1"}, "--branch-ms 0.1 is given without --trees"),
-        ({"--lookup-share": "0.5"}, "--lookup-share 0.5 is given without --trees"),
-        ({"--draft-on-target-nodes": "", "--draft-devices": "1"}, "--draft-devices 1 is given with --draft-on-target"),
-    ],
-)
-def test_flags_at_odds(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(changes) == EXIT_USAGE
-    assert message in capsys.readouterr().err
-
-
 def test_whole_trees(capsys: pytest.CaptureFixture[str]) -> None:
     """What is said of them reaches the simulation; its draft is told how unlikely a node may be."""
-    assert plan({"--lookup-share": "0.5"}, "--trees") == EXIT_USAGE
-    assert "--lookup-share and --lookup-acceptance: both or neither" in capsys.readouterr().err
     rates, flags = [], {"--sessions": "2", "--siblings": "0.75", "--fan-out": "4", "--min-path-prob": "0.01"}
     lookups = {"--branch-ms": "0.1", "--lookup-share": "0.9", "--lookup-acceptance": "0.99"}
     for changes, more in ((flags, ()), (flags, ("--trees",)), (flags | lookups, ("--trees",))):
@@ -286,22 +240,6 @@ def test_the_same_devices_in_four_ways(capsys: pytest.CaptureFixture[str]) -> No
     assert ways["overlapped"]["per_device"] == pytest.approx(ways["overlapped"]["tokens_per_s"] / 3)
     assert ways["co-located"]["load"]["targets"] == 1  # the third device is too little for a target
     assert ways["overlapped"]["tokens_per_s"] > ways["co-located"]["tokens_per_s"] > ways["plain"]["tokens_per_s"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"--slo-ttft-ms": "100"}, "--slo-ttft-ms 100 is given for sessions without requests"),
-        ({"--target-kv-kib": "64"}, "--target-kv-kib 64 is given for sessions without requests"),
-        ({"--bandwidth-gb-s": "100"}, "--bandwidth-gb-s 100 is given without --target-kv-kib or --draft-kv-kib"),
-        ({"--max-sessions": "300"}, "--max-sessions 300 is above --max-step-tokens 256"),
-    ],
-)
-def test_requests_that_do_not_add_up(
-    changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plan(changes) == EXIT_USAGE
-    assert message in capsys.readouterr().err
 
 
 RATES = [{"temperature": at, "k": 4, "plain": 55.0 - at, "co-located": 120.0 - 30 * at} for at in (0, 1)]

@@ -49,16 +49,6 @@ def test_a_result_is_the_same_and_its_summary_is_left_out(capsys, monkeypatch, f
     assert not logs.is_quiet()
 
 
-def test_an_error_stays(capsys):
-    assert main(["generate", "", "--quiet"]) == 2
-    assert capsys.readouterr().err == "paceline: the prompt is empty: at least one character is needed\n"
-
-
-def test_it_contradicts_verbose(capsys):
-    assert main(["generate", "hello", "--quiet", "--verbose"]) == 2
-    assert capsys.readouterr().err == "paceline: --quiet is given with --verbose: one of them is needed, or none\n"
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_nothing_of_a_start_is_shown_and_what_is_printed_meanwhile_is(capsys, terminal):
     out = io.StringIO()

@@ -19,15 +19,16 @@ import openai
 import pytest
 from tests.security.conftest import Mounted, digest, write_keys
 from tests.support.listening import group_of, listening_sockets
+from tests.support.local import local_config
 from tests.support.models import save_pair
+from tests.support.refusals import refusal_of
 from tests.support.rings import nightly, slow
 from tests.web.support import call, served
 
 from paceline.cli.local_service import _Renewed, local_edge, local_of
-from paceline.cli.main import main
 from paceline.cli.serve import add_config_flags, read_config
 from paceline.cluster.ports import free_ports
-from paceline.config import DraftModel, LocalConfig, ServerConfig, ServiceConfig, TargetModel
+from paceline.config import DraftModel, ServerConfig, ServiceConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
@@ -37,48 +38,13 @@ from paceline.metrics.router import RouterMetrics
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.v1 import generation_pb2, generation_pb2_grpc
 
-REFUSED = [
-    (("--set", "target_config.deployment_config.num_replicas=2"), "target_config.deployment_config is set with"),
-    (("--set", "router_config.recovery_timeout_s=2"), "router_config.recovery_timeout_s is set with --local"),
-    (("--set", "log.level=DEBUG"), "log is set with --local"),
-    (("--set", "target_config.engine_kwargs.max_session=2"), "target_config.engine_kwargs.max_session"),
-    (("--config", "nowhere.yaml"), "nowhere.yaml"),
-    (("--targets", "2"), "--targets is given with --local"),
-    (("--address", "auto"), "--address is given with --local"),
-    (
-        ("--set", "server.tls={certificate: c.pem, key: k.pem, http: false}"),
-        "server.tls.http is false with --local",
-    ),
-    (("--print-environment",), "--print-environment is given with --local"),
-    (("--http-port", "70000"), "server.http_port is 70000"),
-    (("--api-keys", "nowhere.yaml"), "it cannot be read"),
-    (
-        ("--tls-certificate", "nowhere.pem", "--tls-key", "nowhere.pem"),
-        "server.tls.certificate is 'nowhere.pem': it cannot be read",
-    ),
-    (("--target", "models/somewhere"), "model path 'models/somewhere' does not exist"),
-    (("models/somewhere",), "model path 'models/somewhere' does not exist"),
-    (("models/one", "--target", "models/two"), "models/one is given with --target models/two"),
-    (("--device", "cuda:-1"), "engine_kwargs.device is 'cuda:-1': it must be 'auto', 'cpu' or 'cuda', or with the"),
-    (("--placement", "auto", "--drafter", "suffix"), "--placement auto is given with --drafter suffix"),
-    (("--placement", "auto", "--set", "target_config.engine_kwargs.adaptive=false"), "placement is 'auto' while the"),
-]
 
-
-@pytest.mark.parametrize(("flags", "sentence"), REFUSED)
-def test_flags_of_what_is_not_there_are_refused(capsys, flags, sentence):
-    port = () if "--http-port" in flags else ("--http-port", str(free_ports(1)[0]))
-    assert main(["serve", "--local", *port, *flags]) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys):
+def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "--local", "--http-port", str(port)]) == 2
-        assert f"server.http_port is {port}, and another process listens there: " in capsys.readouterr().err
-        assert main(["serve", "--local", "--grpc-port", str(port)]) == 2
-        assert f"server.grpc_port is {port}, and another process listens there: " in capsys.readouterr().err
+        for kind in ("http", "grpc"):
+            said = refusal_of("serve", "--local", f"--{kind}-port", str(port))
+            assert f"server.{kind}_port is {port}, and another process listens there: " in said
 
 
 def test_a_configuration_names_the_engines_of_this_machine(tmp_path):
@@ -105,14 +71,7 @@ def test_a_configuration_names_the_engines_of_this_machine(tmp_path):
 
 def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
     folder = save_pair(tmp_path)
-    run = {"dtype": "float32", "compile": False}
-    config = LocalConfig(
-        target=TargetModel(path=str(folder / "target"), adaptive=False, batch_invariant="off", **run),
-        draft=DraftModel(path=str(folder / "draft"), **run),
-        worker="thread",
-        pin_cores=False,
-    )
-    metrics = RouterMetrics(Registry(), "one")
+    config, metrics = local_config(folder / "target", folder / "draft"), RouterMetrics(Registry(), "one")
     with LocalPipeline(config, metrics=metrics) as pipeline, served(local_edge(pipeline, ServerConfig(), "one")) as at:
         body = {"prompt": "lazy", "max_tokens": 20, "ignore_eos": True, "speculation": {"mode": "sequential"}}
         usage = [call(f"{at}/v1/completions", body)[2]["usage"] for _ in range(2)]

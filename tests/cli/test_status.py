@@ -247,25 +247,3 @@ def test_nobody_answers(capsys):
     assert out == ""
     assert f"127.0.0.1:{port}" in err
     assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--watch", "inf"], "--watch is inf: it must be more than 0 and at most 10000000 seconds"),
-        (["--timeout", "nan"], "--timeout is nan: it must be more than 0 and at most 10000000 seconds"),
-        (["--tls-ca", "/nowhere"], "--tls-ca is '/nowhere': it cannot be read (No such file or directory)"),
-        (["--tls-ca", ""], "--tls-ca is '.': it cannot be read (Is a directory)"),
-        (["--tls-key", __file__], "--tls-key is given without --tls-certificate: both are needed"),
-        (["--tls-server-name", ""], "--tls-server-name is empty: the name in the service's certificate is needed"),
-    ],
-)
-def test_a_mistake_names_its_flag(flags, sentence, capsys):
-    assert main(["status", *flags]) == 2
-    assert capsys.readouterr().err == f"paceline: {sentence}\n"
-
-
-@pytest.mark.parametrize("flag", ["--timeout", "--watch"])
-def test_times_are_more_than_nothing(flag, capsys):
-    assert main(["status", flag, "0"]) == 2
-    assert f"{flag} is 0: it must be more than 0 and at most 10000000 seconds" in capsys.readouterr().err

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import stat
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.models import save_pair
+from tests.support.refusals import refusal_of
 from transformers import AutoConfig
 
 from paceline.checkpoint.files import Checkpoint
@@ -24,7 +24,6 @@ from paceline.checkpoint.mtp import mtp_modules, weight_names
 from paceline.cli import chat, generate
 from paceline.cli.flags import take_model_argument
 from paceline.cli.generate import local_config
-from paceline.cli.main import main
 from paceline.cli.serve import add_config_flags, read_config
 from paceline.config import ServiceConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
@@ -155,29 +154,7 @@ def test_vllm_s_speculation_is_ours(folder, given, kind, heads):
         assert (options.max_match, options.min_match) == (5, 2)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (("--revision", "main"), "--revision is 'main': fetch it by"),
-        (("--trust-remote-code",), "only with --set target_config.engine_kwargs.trust_remote_code=true"),
-        (("--no-enable-prefix-caching",), "prefixes are always cached"),
-        (("--api-key", ""), "--api-key is empty"),
-        (("--api-key", "a", "--api-keys", "f"), "--api-key is given with --api-keys"),
-        (("--speculative-config", "{"), "--speculative-config is '{': it is no JSON"),
-        (("--speculative-config", "[]"), "a JSON object is needed"),
-        (("--speculative-config", '{"method": "magic"}'), "--speculative-config: method is 'magic': it must be"),
-        (("--speculative-config", '{"method": "eagle3"}'), "model is null: method 'eagle3' needs"),
-        (("--speculative-config", '{"method": "ngram", "n": 1}'), "n is 1 with method 'ngram'"),
-        (("--speculative-config", '{"method": "suffix"}', "--drafter", "ngram"), "is given with --drafter"),
-        (("--gpu-memory-utilization", "1.5"), "kv_fraction is 1.5"),
-    ],
-)
-def test_what_is_refused_says_what_to_do(capsys, flags, sentence):
-    assert main(["check", *flags]) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_code_of_a_checkpoint_is_allowed_by_its_key_before_anything_else_asks(folder, tmp_path, capsys):
+def test_code_of_a_checkpoint_is_allowed_by_its_key_before_anything_else_asks(folder, tmp_path):
     """Of a model type that transformers does not know."""
     other = Path(shutil.copytree(folder, tmp_path / "own"))
     config = json.loads((other / "config.json").read_text()) | {
@@ -187,10 +164,8 @@ def test_code_of_a_checkpoint_is_allowed_by_its_key_before_anything_else_asks(fo
     (other / "config.json").write_text(json.dumps(config))
     key = "target_config.engine_kwargs.trust_remote_code"
     assert served(str(other), "--set", f"{key}=true").target_config.engine_kwargs.trust_remote_code
-    assert main(["check", str(other)]) == 2
-    assert "is not run unless engine_kwargs.trust_remote_code is true" in capsys.readouterr().err
-    assert main(["check", str(other), "--trust-remote-code"]) == 2
-    assert f"only with --set {key}=true" in capsys.readouterr().err
+    assert "is not run unless engine_kwargs.trust_remote_code is true" in refusal_of("check", str(other))
+    assert f"only with --set {key}=true" in refusal_of("check", str(other), "--trust-remote-code")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -239,20 +214,3 @@ def test_single_numbers_of_rotary_embeddings_are_replaced_alone(folder, tmp_path
     assert found["rope_parameters"] == {**own["rope_parameters"], "rope_theta": 12345}
     assert checkpoint.max_model_len == 96
     assert rope_of(folder, "--rope-theta", "12345", "--hf-overrides", '{"max_position_embeddings": 96}')[0] == found
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--rope-scaling", "yarn"), "--rope-scaling is 'yarn': it is no JSON"),
-        (("--rope-scaling", '{"rope_type": "longrope"}'), "rope_type is 'longrope': default, linear, yarn, llama3 are"),
-        (("--rope-scaling", '{"rope_type": "yarn"}'), "factor is None with rope_type 'yarn': a number above 0"),
-        (("--rope-scaling", '{"rope_type": "linear", "factor": "x"}'), "factor is 'x' with rope_type 'linear'"),
-        (("--hf-overrides", '{"num_hidden_layers": 1}'), "--hf-overrides: num_hidden_layers is 1: rope_parameters, "),
-        (("--hf-overrides", '{"rope_scaling": 4}'), "--hf-overrides: rope_scaling is 4: an object is needed"),
-        (("--hf-overrides", '{"max_position_embeddings": 0}'), "max_position_embeddings is 0: at least 1 is needed"),
-    ],
-)
-def test_rotary_embeddings_that_cannot_be_are_refused(folder, flags, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        served(str(folder), *flags)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from paceline.config import LocalConfig, ServiceConfig
-from paceline.errors import ConfigError
 from paceline.preflight.service import check_service
 
 EAGLE3 = {"method": "eagle3", "model": "paceline/embedded-eagle3"}
@@ -33,24 +30,6 @@ def test_targets_and_drafts_are_told_of_the_same_head() -> None:
     assert ServiceConfig.parse({}).target_setup().link is None
     local = LocalConfig(target={"path": "x"}, draft=setup.link)
     assert local.target_setup().link == local.draft_setup().options == setup.link  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({**EAGLE3, "method": "medusa"}, "method is 'medusa', which is served in the target only"),
-        ({"method": "lookahead"}, "method is 'lookahead', which is served in the target only"),
-        ({"method": "eagle3"}, "model is null: method 'eagle3' needs the directory or id of its checkpoint"),
-        ({"method": "mtp", "boundaries": [3]}, "boundaries is [3] with method 'mtp'"),
-        ({**EAGLE3, "quantization": "int8"}, "quantization is 'int8', but there is no such key"),
-        ({**EAGLE3, "tensor_parallel_size": 2}, "tensor_parallel_size is 2, but there is no such key"),
-        ({**EAGLE3, "num_speculative_tokens": 33}, "num_speculative_tokens is 33: it must be"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parsed(**options)
-    assert str(error.value).startswith(f"draft_config.engine_kwargs.{sentence}")
 
 
 def test_a_gpu_is_reserved_where_one_is_asked_for() -> None:

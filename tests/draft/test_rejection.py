@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from scipy.stats import chi2
+from tests.core.test_tree import cut_by_own_probability
 from tests.support.rings import slow
 
 from paceline.core.processors import Row, SamplerState
@@ -120,16 +121,6 @@ def test_the_law_is_the_targets(options: dict[str, object]) -> None:
     counts, accepted = run(range(RUNS), SpeculationTree.proposal, **options)
     assert accepted > RUNS / 4, "proposals are really used"
     assert chi_square(counts) < LIMIT
-
-
-def cut_by_own_probability(tree: SpeculationTree, k: int) -> Proposal:
-    """Mutant: leaves out drawn tokens that were unlikely to be drawn."""
-    proposal, end = tree.proposal(k), 0
-    for token, q in zip(proposal.token_ids, proposal.qs, strict=True):
-        if q is None or q.probs[q.token_ids.index(token)] < 0.4:
-            break
-        end += 1
-    return proposal.first(end)
 
 
 def test_a_cut_by_the_drawn_token_is_caught() -> None:

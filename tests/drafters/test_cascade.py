@@ -22,7 +22,6 @@ from paceline.drafters.cascade import VerticalDrafter
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.protocol import Candidates, Leaf
 from paceline.embedded import DRAFT_DIR
-from paceline.errors import ConfigError
 from paceline.model.loading import prepare
 from paceline.preflight.service import examine
 
@@ -108,24 +107,6 @@ def test_mutants_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 EMBEDDED = {"model": str(DRAFT_DIR), "options": {"dtype": "float32", "compile": False}}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"drafters": [EMBEDDED]}, "drafters is .*: it must be at least"),
-        ({"drafters": [{"kind": "ngram"}, EMBEDDED]}, r"drafters\[0\].kind is 'ngram': only a model verifies"),
-        ({"drafters": [EMBEDDED, {"kind": "ngram"}], "lengths": [40]}, "lengths holds 40: 1 to 16 are allowed"),
-        ({"drafters": [EMBEDDED, {"kind": "ngram"}], "lengths": [1, 2]}, "lengths has 2 entries for 2 drafters"),
-        ({"drafters": [{"kind": "model"}, {"kind": "ngram"}]}, r"drafters\[0\].model is null: kind 'model' needs"),
-        ({"drafters": [EMBEDDED, {"kind": "ngram", "model": "x"}]}, r"drafters\[1\].model is 'x': kind 'ngram' has"),
-        ({"drafters": [EMBEDDED, {"kind": "ngram", "options": {"fan_out": 2}}]}, "options has fan_out: the drafters"),
-        ({"drafters": [EMBEDDED, {"kind": "ngram", "options": {"nope": 2}}]}, "options has a wrong nope"),
-    ],
-)
-def test_what_is_no_cascade_is_refused(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ServiceConfig.parse({"draft_config": {"kind": "cascade", "engine_kwargs": options}})
 
 
 def test_its_setup_and_its_memory_are_those_of_its_parts() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.chains import StepByStep, rank_row
 from tests.support.models import LOSSLESS_FAMILIES, VOCAB, noisy_copy, prompt, random_model
-from tests.support.pump import Pump, Request
+from tests.support.pump import Pump, Request, requests_for
 from tests.support.rings import nightly, slow
 
 from paceline.core.processors import Row, SamplerState
@@ -166,10 +166,7 @@ def served(target: LoadedModel, head: MountedHead, *, adaptive: bool = False, at
     """Texts of three requests that follow each other, each alone, or are served together."""
     pump = Pump(target, None, heads=[head], adaptive=adaptive, max_step_tokens=128)
     pump.target.allocation.trees = adaptive
-    requests = {
-        f"s{i}": Request(prompt(i, 9, VOCAB), SamplingParams(temperature=temperature, seed=i, max_tokens=40))
-        for i, temperature in enumerate((0.0, 0.8, 1.0))
-    }
+    requests = requests_for([prompt(i, 9, VOCAB) for i in range(3)], temperature=[0.0, 0.8, 1.0], max_tokens=40)
     texts = {}
     for part in [requests] if at_once else [{name: request} for name, request in requests.items()]:
         texts |= {name: result.token_ids for name, result in pump.run(part).items()}

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tests.drafters.asked import Answer, Run, Said, check_head, difference, paged, run_head
 from tests.drafters.head_files import write_exit
@@ -20,7 +19,7 @@ from tests.drafters.head_oracles import exit_states
 from tests.model.families import checkpoint, small_config
 from tests.support.models import prompt, random_model, save_pair
 from tests.support.mutants import mutant
-from tests.support.pump import Request, assert_same, plain_reference
+from tests.support.pump import Request, assert_same, plain_reference, requests_for
 from tests.support.rings import slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
@@ -70,11 +69,7 @@ def first_layer(family: str) -> PreTrainedModel:
 
 def requests_of(temperature: float) -> dict[str, Request]:
     prompts = [prompt(n, n) for n in (2, 63, 64, 65, 129)] + [[*PREFIX, *prompt(i, i)] for i in (1, 40)]
-    speculation = SpeculationParams(max_draft_tokens=4)
-    return {
-        f"s{i}": Request(tokens, SamplingParams(temperature=temperature, max_tokens=20, seed=i), speculation)
-        for i, tokens in enumerate(prompts)
-    }
+    return requests_for(prompts, temperature=temperature, max_tokens=20, max_draft_tokens=4)
 
 
 @functools.cache
@@ -230,29 +225,13 @@ def test_a_tied_table_is_counted_once_unless_the_lm_head_is_packed(dtype: str, t
     assert counted == pytest.approx(sum(tensors.values()), rel=0.02)
 
 
-def test_bad_input_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_boundary_that_the_target_lacks_is_refused_by_name(tmp_path: Path) -> None:
     folder = save_pair(tmp_path) / "target"
     for boundary in (2, 9):
         head = HeadOptions(method="early_exit", boundaries=[boundary])
         options = TargetOptions(dtype="float32", device="cpu", compile=False, heads=[head])
         with pytest.raises(ConfigError, match=rf"^boundaries is \[{boundary}\] of method 'early_exit'.* 1 to 1 are"):
             build_target_engine(TargetSetup(str(folder), options), lambda messages: None)
-    for fields, said in (
-        ({}, "boundaries is None: method 'early_exit' needs one"),
-        ({"boundaries": [0]}, "of at least 1"),
-        ({"boundaries": [1, 2]}, "needs one"),
-        ({"boundaries": [1, 2], "model": "x"}, "needs one"),
-        ({"boundaries": [1], "probe_file": "x"}, "which is not asked"),
-    ):
-        with pytest.raises(ValidationError, match=said):
-            HeadOptions(method="early_exit", **fields)
-    head = HeadOptions(method="early_exit", boundaries=[1])
-    for more, said in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 with a head of method 'early_exit'"),
-        ({"quantization": "int8"}, "quantization is 'int8' with"),
-    ):
-        with pytest.raises(ValidationError, match=said):
-            TargetOptions(heads=[head], **more)
 
 
 def adapted(family: str, folder: Path) -> tuple[Run, Said]:

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import save_file
 from tests.drafters.asked import Answer, Run, check_head, difference, run_head, stale
 from tests.drafters.head_files import GEMMA4_VOCAB, SIZE, WINDOW, HeadFile, gemma4, made, tiny_target
 from tests.drafters.head_oracles import gemma4_drafter, gemma4_models, shared_as_published
 from tests.support.models import letters_tokenizer
 from tests.support.mutants import mutant
-from tests.support.pump import Pump, Request, assert_same, plain_reference
+from tests.support.pump import Pump, Request, assert_same, plain_reference, requests_for
 from tests.support.rings import nightly, slow
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,7 +26,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.linear import require_draft_model
 from paceline.cli.drafting import choose
 from paceline.cli.flags import heads_of
-from paceline.config import HeadDraftOptions, HeadOptions, TargetOptions, TargetSetup
+from paceline.config import HeadOptions, TargetOptions, TargetSetup
 from paceline.drafters.available import available_methods
 from paceline.drafters.heads import drafter as head_drafter
 from paceline.drafters.heads import gemma4 as gemma4_module
@@ -74,14 +73,7 @@ def requests_of(temperature: float) -> dict[str, Request]:
     """Contexts below and beyond the window, which ends within a page, and two with the same first pages."""
     first = prompt(130, 99)
     prompts = [prompt(n, n) for n in (2, WINDOW - 12, WINDOW, 150)] + [[*first, *prompt(i, i)] for i in (1, 40)]
-    return {
-        f"s{i}": Request(
-            tokens,
-            SamplingParams(temperature=temperature, max_tokens=20, seed=i, ignore_eos=True),
-            SpeculationParams(max_draft_tokens=TOKENS),
-        )
-        for i, tokens in enumerate(prompts)
-    }
+    return requests_for(prompts, temperature=temperature, max_tokens=20, ignore_eos=True, max_draft_tokens=TOKENS)
 
 
 @functools.cache
@@ -435,14 +427,7 @@ def test_files_may_hold_what_is_not_used(tmp_path: Path) -> None:
     assert torch.equal(module.get_parameter("lm_head.weight"), tensors["model.embed_tokens.weight"])
 
 
-def test_bad_options_are_refused_by_name() -> None:
-    with pytest.raises(ValidationError, match="model is null: method 'gemma4_assistant' needs the directory or id"):
-        HeadOptions(method=METHOD)
-    head = HeadOptions(method=METHOD, model="x")
-    with pytest.raises(ValidationError, match="tensor_parallel_size is 2 with a head of method 'gemma4_assistant'"):
-        TargetOptions(heads=[head], tensor_parallel_size=2)
-    with pytest.raises(ValidationError, match="which needs the target's keys and values and is served in the target"):
-        HeadDraftOptions(method=METHOD, model="x")
+def test_it_is_no_draft_model() -> None:
     with pytest.raises(ConfigError, match="the draft model is 'x', a gemma4_assistant, which needs the target's keys"):
         require_draft_model(head_file("gemma4").config, "the draft model", "x")
 

@@ -17,7 +17,7 @@ from tests.drafters.asked import Answer, Run, check_head, difference, lengths_of
 from tests.model.families import checkpoint
 from tests.support.hybrids import hybrid_config
 from tests.support.models import letters_tokenizer, prompt
-from tests.support.pump import Request, plain_reference
+from tests.support.pump import Request, plain_reference, requests_for
 from tests.support.rings import slow
 from torch import Tensor
 
@@ -28,7 +28,6 @@ from paceline.drafters.heads.mtp import MtpModule, Parts
 from paceline.errors import ConfigError
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, prepare
-from paceline.types import SamplingParams, SpeculationParams
 
 TOKENS = 4
 """Tokens of a round."""
@@ -150,14 +149,8 @@ def requests_of(temperature: float, max_tokens: int = 24) -> dict[str, Request]:
     """Contexts that end around ends of chunks and pages, two with the same first page."""
     first = prompt(9, 64)
     prompts = [prompt(i, n) for i, n in enumerate((2, 15, 47, 63, 64))] + [[*first, *prompt(i, i)] for i in (1, 20)]
-    return {
-        f"s{i}": Request(
-            tokens,
-            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i, ignore_eos=True),
-            SpeculationParams(max_draft_tokens=TOKENS),
-        )
-        for i, tokens in enumerate(prompts)
-    }
+    options = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
+    return requests_for(prompts, **options, max_draft_tokens=TOKENS)
 
 
 def run_module(checkpoint: Checkpoint, model: LoadedModel, **options: Any) -> Run:

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from tests.support.models import prompt, random_model
 from tests.support.mutants import mutant
-from tests.support.pump import Pump, Request, assert_same, plain_reference
+from tests.support.pump import Pump, Request, assert_same, plain_reference, requests_for
 from tests.support.rings import slow
 
-from paceline.config import HeadOptions, LookaheadOptions, TargetOptions
 from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal
 from paceline.drafters.lookahead import LookaheadHead
@@ -25,7 +23,7 @@ from paceline.target import scheduler as target_scheduler
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.runners import Runners
-from paceline.types import PAGE_SIZE, Mode, Result, SamplingParams, SpeculationParams
+from paceline.types import PAGE_SIZE, Mode, Result, SamplingParams
 
 WINDOW, NGRAM, GUESSES = 4, 4, 3
 PREFIX = prompt(999, PAGE_SIZE)
@@ -38,11 +36,7 @@ def target(family: str) -> LoadedModel:
 
 def requests_of(temperature: float, num_tokens: int = 40, **speculation: Any) -> dict[str, Request]:
     prompts = [prompt(n, n) for n in (1, 50, 63, 64, 120)] + [[*PREFIX, *prompt(i, i)] for i in (1, 40)]
-    params = SpeculationParams(max_draft_tokens=4, **speculation)
-    return {
-        f"s{i}": Request(tokens, SamplingParams(temperature=temperature, max_tokens=num_tokens, seed=i), params)
-        for i, tokens in enumerate(prompts)
-    }
+    return requests_for(prompts, temperature=temperature, max_tokens=num_tokens, max_draft_tokens=4, **speculation)
 
 
 @functools.cache
@@ -165,10 +159,7 @@ def paced(step_s: Callable[[int], float]) -> Pump:
     pump, _ = pump_of("llama", adaptive=True, step_s=step_s)
     pump.target.calibrate()
     pump.clock.now = 0.0
-    requests = {
-        f"s{i}": Request(prompt(i, 30), SamplingParams(temperature=1.0, max_tokens=300, seed=i)) for i in range(2)
-    }
-    pump.run(requests)
+    pump.run(requests_for([prompt(i, 30) for i in range(2)], temperature=1.0, max_tokens=300))
     return pump
 
 
@@ -305,23 +296,3 @@ def test_the_pool_keeps_what_was_seen_last_and_answers_along_a_path() -> None:
         head.check_integrity()
     head.learn("s", ())
     head.check_integrity()
-
-
-def test_bad_sizes_are_refused_by_name() -> None:
-    for fields, said in (
-        ({"lookahead": {"window": 0}}, "window"),
-        ({"lookahead": {"ngram": 2}}, "ngram"),
-        ({"lookahead": {"guesses": 0}}, "guesses"),
-        ({"model": "x"}, "model is 'x' with method 'lookahead'"),
-        ({"boundaries": [1]}, "boundaries is"),
-        ({"probe_file": "x"}, "which is not asked"),
-    ):
-        with pytest.raises(ValidationError, match=said):
-            HeadOptions(**{"method": "lookahead"} | fields)
-    with pytest.raises(ValidationError, match="lookahead is given with method 'mtp'"):
-        HeadOptions(method="mtp", lookahead=LookaheadOptions())
-    wide = HeadOptions(method="lookahead", lookahead=LookaheadOptions(window=16, ngram=5))
-    with pytest.raises(ValidationError, match="max_step_tokens is 63: method 'lookahead' needs 64 at least"):
-        TargetOptions(heads=[wide], max_step_tokens=63)
-    with pytest.raises(ValidationError, match="method 'lookahead' more than once"):
-        TargetOptions(heads=[wide, HeadOptions(method="lookahead")])

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.local import local_config
 from tests.support.models import save_pair
 
-from paceline.config import LocalConfig, PluginOptions, ServiceConfig, TargetModel
+from paceline.config import PluginOptions, ServiceConfig
 from paceline.config.plugins import plugin_names
 from paceline.drafters.plugins import DrafterContext, make_plugin
 from paceline.errors import ConfigError
@@ -47,11 +48,7 @@ def test_the_example_drafts_and_the_text_is_the_target_s_own(installed, tmp_path
     assert plugin_names() == ["absent", "bigrams", "empty"]
     draft = ServiceConfig.from_file(_written(installed, blocks("yaml")[0])).draft_config
     assert draft.engine_kwargs == PluginOptions(drafter="bigrams", options={"width": 8})
-    config = LocalConfig(
-        target=TargetModel(path=str(folder / "target"), compile=False, adaptive=False, batch_invariant="off"),
-        draft=draft.engine_kwargs,
-        worker="thread",
-    )
+    config = local_config(folder / "target").model_copy(update={"draft": draft.engine_kwargs})
     with LocalPipeline(config) as pipeline:
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(max_tokens=60, temperature=temperature, seed=3, ignore_eos=True)

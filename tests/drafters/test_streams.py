@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import save_file
 from tests.drafters.asked import Answer, Run, check_head, difference, paged, run_head, stale
 from tests.drafters.head_files import HeadFile, streams
@@ -288,21 +287,3 @@ def test_a_target_without_linear_layers_is_refused(tmp_path: Path) -> None:
     source = replace(head_file("llama"), config=config).write(tmp_path / "streams")
     with pytest.raises(ConfigError, match=r"^layer 1 of the target .* \(GPT2Block\) has no linear layer to add"):
         open_streams(Checkpoint.open(str(tmp_path / "target")), str(source), STREAMS)
-
-
-def test_bad_options_are_refused_by_name() -> None:
-    for fields, said in (
-        ({}, "model is null: method 'speculative_streaming' needs the directory or id"),
-        ({"model": "x", "boundaries": [1]}, r"boundaries is \[1\] with method 'speculative_streaming'"),
-        ({"model": "x", "probe_file": "x"}, "which is not asked"),
-        ({"model": "x", "num_speculative_tokens": 0}, "greater than or equal to 1"),
-    ):
-        with pytest.raises(ValidationError, match=said):
-            HeadOptions(method=METHOD, **fields)
-    head = HeadOptions(method=METHOD, model="x")
-    for more, said in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 with a head of method 'speculative_streaming'"),
-        ({"quantization": "int8"}, "quantization is 'int8' with"),
-    ):
-        with pytest.raises(ValidationError, match=said):
-            TargetOptions(heads=[head], **more)

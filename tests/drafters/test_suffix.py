@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from paceline.config import HeadOptions, SuffixMatching
 from paceline.core.processors import SamplerState
 from paceline.drafters.protocol import Leaf
 from paceline.drafters.suffix import Cursor, SharedTexts, SuffixAutomaton, SuffixDrafter
@@ -180,19 +178,3 @@ def test_a_chunk_of_prefill_serves_several_sessions() -> None:
     assert drafter.ready("b")
     assert drafter.ready("c")
     assert not drafter.prefill()
-
-
-def test_bad_keys_of_a_head_are_refused_by_name() -> None:
-    for fields, said in (
-        ({"suffix": {"min_match": 25}}, "min_match is 25: it must be at most max_tree_depth, which is 24"),
-        ({"suffix": {"max_spec_factor": 0}}, "max_spec_factor"),
-        ({"suffix": {"fan_out": 2}}, "fan_out"),
-        ({"model": "x"}, "model is 'x' with method 'suffix'"),
-        ({"boundaries": [1]}, "boundaries is"),
-        ({"probe_file": "x"}, "which is not asked"),
-        ({"lookahead": {}}, "lookahead is given with method 'suffix': it is for method 'lookahead'"),
-    ):
-        with pytest.raises(ValidationError, match=said):
-            HeadOptions(**{"method": "suffix"} | fields)
-    with pytest.raises(ValidationError, match="suffix is given with method 'mtp'"):
-        HeadOptions(method="mtp", suffix=SuffixMatching())

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.support.fake_service import WORDS, FakeService
+from tests.support.local import local_config
 from tests.web.support import edge_over, served
 
 from paceline.checkpoint.files import embedded_paths
-from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.local import LocalPipeline
 
 ROOT = Path(__file__).parents[2]
@@ -28,14 +28,7 @@ def example(name):
 
 @pytest.fixture(scope="module")
 def pipeline():
-    target, draft = map(str, embedded_paths())
-    config = LocalConfig(
-        target=TargetModel(path=target, dtype="float32", compile=False, batch_invariant="off"),
-        draft=DraftModel(path=draft, dtype="float32", compile=False),
-        worker="thread",
-        pin_cores=False,
-    )
-    with LocalPipeline(config) as started:
+    with LocalPipeline(local_config(*embedded_paths())) as started:
         yield started
 
 

@@ -105,36 +105,3 @@ def test_flags_give_a_number_or_bounds_and_win_over_the_file(tmp_path):
         from_flags("--targets", "3:1")
     with pytest.raises(SystemExit):
         from_flags("--targets", "1:")
-
-
-KEY = "{pool}_config.deployment_config.autoscaling_config."
-REFUSED = [
-    ("target", {"policy": {"occupancy": 1.5}}, "policy.occupancy is 1.5: it must be more than 0 and at most 1"),
-    ("target", {"policy": {"utilization": 0.5}}, "policy.utilization is 0.5, but there is no such key"),
-    ("target", {"policy": {"ocupancy": 0.5}}, "did you mean occupancy?"),
-    ("draft", {"policy": {"occupancy": 0.5}}, "policy.occupancy is 0.5, but there is no such key"),
-    ("draft", {"policy": {"late": 1.0}}, "policy.late is 1.0: it must be at least 0 and less than 1"),
-    ("draft", {"policy": {"drafts_per_target": 0.0}}, "is 0: it must be more than 0, auto or null"),
-    ("target", {"policy": {"burst_window_s": 0.5}}, "burst_window_s is 0.5: 1 to 86400, auto or null are allowed"),
-    ("target", {"policy": {"queue_drain_s": 0}}, "queue_drain_s is 0"),
-    ("draft", {"policy": {"probe_s": 400.0}}, "policy.probe_interval_s is 300: it must be at least probe_s, 400"),
-    ("target", {"policy": {"max_step_up": 1.0}}, "policy.max_step_up is 1.0: it must be more than 1"),
-    ("target", {"policy": {"hysteresis": 0.0}}, "policy.hysteresis is 0.0: it must be at least 0.05 and at most 0.9"),
-    ("target", {"metrics_interval_s": 1.0}, "metrics_interval_s is 1.0, which only Ray Serve's own policy knows"),
-    ("target", {"upscaling_factor": 0.5}, "policy.max_step_up and policy.max_step_down are ours"),
-    (
-        "target",
-        {"policy": {"occupancy": 0.5}, "target_ongoing_requests": 2.0},
-        "target_ongoing_requests is 2 with a policy that uses other signals: give one of them",
-    ),
-    ("target", {"initial_replicas": 3, "max_replicas": 2}, "it must be from min_replicas to max_replicas, 1 to 2"),
-    ("router", {"min_replicas": 0}, "min_replicas is 0: without a router nobody answers"),
-]
-
-
-@pytest.mark.parametrize(("pool", "settings", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_is_refused(pool, settings, message):
-    with pytest.raises(ConfigError) as refused:
-        scaled(pool, **settings)
-    assert message in str(refused.value)
-    assert str(refused.value).startswith(KEY.format(pool=pool))

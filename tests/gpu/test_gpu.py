@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.model.families import checkpoint
 from tests.support.hybrids import hybrid_config, poison
-from tests.support.models import noisy_copy, prompt, random_model, save_pair
+from tests.support.models import chunk, noisy_copy, prompt, random_model, save_pair
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 
 from paceline.config import DraftModel, LocalConfig, TargetModel
@@ -32,7 +32,6 @@ from paceline.model.compiled.graphs import CudaRecorder, record_steps
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance, check_replay
-from paceline.model.step_plan import SequenceStep
 from paceline.target.scheduler import Scheduler
 from paceline.types import Mode, SamplingParams, SpeculationParams, pages_for
 
@@ -52,11 +51,6 @@ def loaded(
     family: str, dtype: torch.dtype = torch.bfloat16, attention: Attention = "auto", *, compile: bool = True
 ) -> LoadedModel:
     return prepare(random_model(family, dtype=dtype).to(DEVICE), compile=compile, attention=attention)
-
-
-def chunk(tokens: list[int], start: int, stop: int, pages: list[int]) -> SequenceStep:
-    span = range(start, stop)
-    return SequenceStep(tokens[start:stop], span, span, pages, num_logits=stop - start)
 
 
 def eager_twin(model: LoadedModel, pages: int) -> ModelRunner:

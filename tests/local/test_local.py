@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
+from tests.support.fake_service import wait_until
 from tests.support.models import VOCAB, letters_tokenizer, prompt, save_pair
 
 from paceline.checkpoint.tokenizer import JsonTokenizer
@@ -110,13 +111,6 @@ def sampled(max_tokens=24, **options):
     return SamplingParams(**{"max_tokens": max_tokens, "seed": 5, "ignore_eos": True, "temperature": 0.8, **options})
 
 
-def eventually(condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def nothing_is_held(pipeline):
     target, draft = (tap.engines[-1].engine for tap in pipeline.taps)
     return target.num_sessions == draft.num_sessions == 0 and target.runner.cache.num_used == 0
@@ -143,7 +137,7 @@ def test_all_modes_give_identical_tokens(threaded, temperature):
     assert sequential.speculation.accepted > 0
     assert overlapped.speculation.accepted > 0
     assert threaded.tokenizer.decode(plain.token_ids) == plain.text
-    eventually(lambda: nothing_is_held(threaded))
+    wait_until(lambda: nothing_is_held(threaded))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -214,7 +208,7 @@ def test_sixteen_mixed_requests_at_once(threaded):
         assert generation.result.token_ids == alone.token_ids
         assert generation.result.finish_reason == alone.finish_reason
         assert "".join(chunk.text for chunk in chunks) == generation.result.text == alone.text
-    eventually(lambda: nothing_is_held(threaded))
+    wait_until(lambda: nothing_is_held(threaded))
 
 
 @pytest.mark.slow
@@ -243,7 +237,7 @@ def test_many_sessions_in_a_kv_cache_that_holds_two_of_them(checkpoints, threade
             pipeline.submit(*request, Speculation(mode=modes[i % len(modes)])) for i, request in enumerate(requests)
         ]
         results = [generation.result for generation in running]
-        eventually(lambda: cache.num_used == 0)
+        wait_until(lambda: cache.num_used == 0)
         assert sum(pool.nbytes for pool in (*cache.keys, *cache.values)) == num_bytes
     assert [result.token_ids for result in results] == [result.token_ids for result in alone]
     assert {len(result.token_ids) for result in results} == {80}
@@ -266,7 +260,7 @@ def test_cancel_in_the_middle_of_a_stream_frees_both_engines(threaded):
     assert result.finish_reason is FinishReason.ABORT
     assert sum((chunk.token_ids for chunk in received), ()) == result.token_ids
     assert len(result.token_ids) < 1500
-    eventually(lambda: nothing_is_held(threaded))
+    wait_until(lambda: nothing_is_held(threaded))
     generation.cancel()  # of a finished request: nothing
 
 
@@ -277,7 +271,7 @@ def test_cancel_of_a_request_that_waits_its_turn(checkpoints, threaded):
     assert waiting.result.token_ids == ()
     for generation in running:
         generation.cancel()
-    eventually(lambda: nothing_is_held(threaded))
+    wait_until(lambda: nothing_is_held(threaded))
 
 
 def test_a_stop_string_across_tokens_cuts_exactly_and_frees_the_engines(threaded):
@@ -293,7 +287,7 @@ def test_a_stop_string_across_tokens_cuts_exactly_and_frees_the_engines(threaded
         assert streamed == result.text == whole.text[: whole.text.index(stop)]
         assert result.finish_reason is FinishReason.STOP
         assert result.token_ids == whole.token_ids[: len(result.token_ids)]
-    eventually(lambda: nothing_is_held(threaded))
+    wait_until(lambda: nothing_is_held(threaded))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +347,7 @@ def test_a_restarted_draft_takes_up_running_sessions(threaded, monkeypatch):
     assert len(draft.engines) == 2
     tokens = generation.result.token_ids
     assert run(threaded, prompt(7, 20), sampled(len(tokens)), Mode.PLAIN).token_ids == tokens
-    eventually(lambda: nothing_is_held(threaded))
+    wait_until(lambda: nothing_is_held(threaded))
 
 
 def test_without_a_draft_model(checkpoints, threaded):
@@ -436,7 +430,7 @@ def test_processes_that_are_killed(checkpoints, monkeypatch):
         os.kill(pipeline.draft.worker.pid, signal.SIGKILL)
         assert generation.result.token_ids == expected.token_ids
 
-        eventually(lambda: pipeline.draft.up and pipeline.num_draft_restarts == 1)
+        wait_until(lambda: pipeline.draft.up and pipeline.num_draft_restarts == 1)
         result = run(pipeline, prompt(1, 30), sampled(300), Mode.SEQUENTIAL)
         assert result.token_ids == expected.token_ids
         assert result.speculation.accepted > 0

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from tests.support import zoo
+from tests.support.local import local_config
 
-from paceline.config import LocalConfig, TargetModel
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.local import LocalPipeline
 from paceline.router.admission import TargetInfo
@@ -26,8 +26,7 @@ def pipeline() -> Iterator[LocalPipeline]:
     tokenizer = zoo.tokenizer(_NAME)
     answer = tokenizer.encode_text(_ANSWER)
     folder = zoo.says(_NAME, tokenizer.encode("Say: "), [*answer[:4], _PADDING, *answer[4:]], rows=_ROWS).target
-    target = TargetModel(path=str(folder), compile=False, dtype="float32", kv_pages=2, batch_invariant="off")
-    with LocalPipeline(LocalConfig(target=target, draft=None, worker="thread", pin_cores=False)) as pipeline:
+    with LocalPipeline(local_config(folder, kv_pages=2)) as pipeline:
         yield pipeline
 
 

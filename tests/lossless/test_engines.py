@@ -16,7 +16,7 @@ import torch
 from tests.lossless.test_reference import accepts_one_more, model_of
 from tests.support.models import EOS, LOSSLESS_FAMILIES, VOCAB, pair, prompt, random_model
 from tests.support.mutants import mutant
-from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
+from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference, requests_for
 from tests.support.rings import nightly, pairs_first, slow
 
 from paceline.checkpoint.files import Checkpoint
@@ -338,14 +338,8 @@ _TEXTS = (
 
 def _embedded_requests(temperature: float, max_tokens: int) -> dict[str, Request]:
     tokenizer = load_tokenizer(str(TARGET_DIR))
-    return {
-        f"s{i}": Request(
-            tokenizer.encode(text),
-            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i, ignore_eos=True),
-            SpeculationParams(max_draft_tokens=6),
-        )
-        for i, text in enumerate(_TEXTS)
-    }
+    options = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
+    return requests_for(map(tokenizer.encode, _TEXTS), **options, max_draft_tokens=6)
 
 
 def _embedded(pair_and_report, temperature: float, max_tokens: int) -> None:

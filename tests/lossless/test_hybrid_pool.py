@@ -6,7 +6,6 @@ The text is that of plain decoding through rejections, subtrees, preemptions, pr
 from __future__ import annotations
 
 import functools
-import json
 import random
 import string
 from collections.abc import Callable
@@ -22,20 +21,20 @@ from tests.model.families import checkpoint
 from tests.model.test_linear import _states_of_speculated_rows
 from tests.support.hybrids import hybrid_config, poison
 from tests.support.models import letters_tokenizer
-from tests.support.pump import Pump, Request, assert_continued, assert_same, plain_reference
+from tests.support.pump import Pump, Request, assert_continued, assert_same, plain_reference, requests_for
 from tests.support.rings import nightly
+from tests.support.training import options_for, silent
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ServiceConfig
 from paceline.drafters.catalogue import method_named
 from paceline.drafters.training.features import states
-from paceline.drafters.training.options import HeadForm, Schedule, TrainingOptions
+from paceline.drafters.training.options import HeadForm, Schedule
 from paceline.drafters.training.run import train_head
 from paceline.errors import EngineError
 from paceline.messages import States
 from paceline.model.loading import load_pretrained
 from paceline.target.states_link import StatesLink
-from paceline.types import SamplingParams, SpeculationParams
 
 pytestmark = pytest.mark.slow
 
@@ -62,33 +61,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def silent(stage: str, done: int, total: int, note: str = "") -> None:
-    """Shows nothing."""
-
-
 @pytest.fixture(scope="module", params=["dflash", *nightly(["dspark"])])
 def head(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A head that was trained from nothing on the target's own states; its folder has the name of its method."""
-    folder, draw = tmp_path_factory.mktemp("head"), random.Random(0)
-    data = folder / "texts.jsonl"
-    texts = ["".join(draw.choices(string.ascii_lowercase, k=LENGTH)) for _ in range(100)]
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    options = TrainingOptions(
-        form=HeadForm(request.param, depths=DEPTHS, num_layers=1, num_anchors=16, boundaries=(1, 2), rank=8),
-        target=str(target),
-        data=[data],
-        out=folder / request.param,
-        schedule=Schedule(160, batch_rows=4, learning_rate=4e-3),
-        num_tokens=64 * LENGTH,
-        length=LENGTH,
-        prompt_tokens=8,
-        temperatures=(0.0, 1.0),
-        held_out_rows=8,
-        **_MODEL,
-    )
-    report = train_head(options, silent)
+    form = HeadForm(request.param, depths=DEPTHS, num_layers=1, num_anchors=16, boundaries=(1, 2), rank=8)
+    out, schedule = tmp_path_factory.mktemp("head") / request.param, Schedule(160, batch_rows=4, learning_rate=4e-3)
+    sizes = {"texts": 100, "rows": 64, "length": 40, "temperatures": (0.0, 1.0)}
+    report = train_head(options_for(form, target, out, schedule, **sizes), silent)
     assert report.figures[0].greedy.accepted_per_round(DEPTHS) > 0.4
-    return folder / request.param
+    return out
 
 
 def requests_of(temperature: float, max_tokens: int = 24) -> dict[str, Request]:
@@ -96,14 +77,9 @@ def requests_of(temperature: float, max_tokens: int = 24) -> dict[str, Request]:
     draw = random.Random(3)
     first = draw.choices(range(10, 36), k=64)
     lengths = [*((None, n) for n in (15, 16, 47, 63, 65, 79)), *((first, n) for n in (1, 5, 30))]
-    return {
-        f"s{i}": Request(
-            [*(shared or ()), *draw.choices(range(10, 36), k=length)],
-            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i, ignore_eos=True),
-            SpeculationParams(max_draft_tokens=DEPTHS),
-        )
-        for i, (shared, length) in enumerate(lengths)
-    }
+    prompts = [[*(shared or ()), *draw.choices(range(10, 36), k=length)] for shared, length in lengths]
+    options = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
+    return requests_for(prompts, **options, max_draft_tokens=DEPTHS)
 
 
 @functools.cache

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from tests.checkpoint.test_grammar_zoo import forms, text_of
 from tests.support import zoo
+from tests.support.local import local_config
 
-from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.local import LocalPipeline
 from paceline.types import Mode, SpeculationParams
 
@@ -21,9 +21,7 @@ def pipeline() -> Iterator[LocalPipeline]:
     """A target that would say something else, and a draft that agrees with it in part."""
     tokenizer = zoo.tokenizer(_NAME)
     pair = zoo.says(_NAME, tokenizer.encode("Say: "), tokenizer.encode_text("a<think>xb<tool_call>a y</tool_call>" * 3))
-    target = TargetModel(path=str(pair.target), compile=False, dtype="float32", batch_invariant="off")
-    draft = DraftModel(path=str(pair.draft), compile=False, dtype="float32")
-    with LocalPipeline(LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)) as pipeline:
+    with LocalPipeline(local_config(pair.target, pair.draft)) as pipeline:
         yield pipeline
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.families import checkpoint, small_config
+from tests.lossless.test_near_ties import near_ties
 from tests.support.hybrids import hybrid
 from tests.support.models import noisy_copy, pair, prompt, random_model
 from tests.support.mutants import Mutant, mutant
@@ -159,24 +159,13 @@ def cuts(seed: int) -> Iterator[int]:
         yield rng.randint(0, 9)
 
 
-def near_ties(family: str) -> LoadedModel:
-    """A model whose best tokens are all but equal: other bits of KV show as another token."""
-    model = checkpoint(small_config(family, tie_word_embeddings=False))
-    weight = model.get_output_embeddings().weight
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for first in range(0, len(weight) - 1, 2):
-            weight[first + 1] = weight[first] + 3e-7 * torch.randn(weight.shape[1], generator=generator)
-    return prepare(model, compile=False)
-
-
 MODELS: dict[str, Callable[[], LoadedModel]] = {
     "float32": lambda: pair("llama")[0],
     "bfloat16": lambda: pair("llama", torch.bfloat16)[0],
     "windows": lambda: pair("gemma3")[0],
-    "near ties": lambda: near_ties("llama"),
-    "latents": lambda: near_ties("deepseek_v3"),
-    "entries": lambda: near_ties("deepseek_v4"),
+    "near ties": lambda: prepare(near_ties("llama"), compile=False),
+    "latents": lambda: prepare(near_ties("deepseek_v3"), compile=False),
+    "entries": lambda: prepare(near_ties("deepseek_v4"), compile=False),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.model.families import checkpoint, small_config
 from tests.support.models import noisy_copy, prompt
-from tests.support.pump import Pump, Request, in_mode, plain_reference
+from tests.support.pump import Pump, Request, in_mode, plain_reference, requests_for
 from tests.support.rings import nightly, slow
 from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
@@ -23,7 +23,7 @@ from paceline.model import experts, loading
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.selftest import check_invariance
 from paceline.model.step import Step
-from paceline.types import Mode, SamplingParams
+from paceline.types import Mode
 
 NUM_SESSIONS = 10
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "minimax_m2", "deepseek_v3", "longcat_flash")
@@ -43,9 +43,9 @@ FAST = ("qwen3_moe", "llama")
 SLOW = ("gpt_oss", "deepseek_v3")
 
 
-def near_ties(family: str, changes: dict) -> PreTrainedModel:
+def near_ties(family: str, changes: dict | None = None) -> PreTrainedModel:
     """A random float32 checkpoint whose tokens 2i and 2i + 1 have almost the same logits."""
-    model = checkpoint(small_config(family, tie_word_embeddings=False, **changes))
+    model = checkpoint(small_config(family, tie_word_embeddings=False, **changes or {}))
     weight = model.get_output_embeddings().weight
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -55,10 +55,7 @@ def near_ties(family: str, changes: dict) -> PreTrainedModel:
 
 
 def requests() -> dict[str, Request]:
-    return {
-        f"s{i}": Request(prompt(i, 11 + 7 * i), SamplingParams(max_tokens=24, temperature=0.0))
-        for i in range(NUM_SESSIONS)
-    }
+    return requests_for([prompt(i, 11 + 7 * i) for i in range(NUM_SESSIONS)], max_tokens=24, temperature=0.0)
 
 
 def changed(target: LoadedModel, draft: LoadedModel | None, *modes: Mode) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 from tests.router.sessions import decode, outcome
 from tests.support.models import VOCAB, pair, prompt, random_model
-from tests.support.pump import Pump, Request, in_mode
+from tests.support.pump import Pump, Request, in_mode, requests_for
 from torch import Tensor
 
 from paceline.core import reference
@@ -147,11 +147,8 @@ def test_a_key_of_the_whole_history_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 def _requests(seed: int, rule: Acceptance, **sampling: object) -> dict[str, Request]:
     """Eight prompts of one length, every one with the same seed."""
-    params = SamplingParams(temperature=1.0, max_tokens=16, seed=seed, **sampling)
-    return {
-        f"s{i}": Request(prompt(i, 12), params, SpeculationParams(acceptance=rule, max_draft_tokens=4))
-        for i in range(8)
-    }
+    options = {"temperature": 1.0, "max_tokens": 16, "seed": seed, "acceptance": rule, "max_draft_tokens": 4}
+    return requests_for([prompt(i, 12) for i in range(8)], **options | sampling)
 
 
 def _tokens(requests: dict[str, Request], mode: Mode, timing: int) -> dict[str, tuple[int, ...]]:

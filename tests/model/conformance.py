@@ -33,7 +33,7 @@ import torch
 import transformers
 from tests.model.families import Case, cases, checkpoint, class_name, family_names
 from tests.model.parallel.ranks import Ranks, led, load
-from tests.support.models import prompt
+from tests.support.models import chunk, prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -48,7 +48,6 @@ from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.plan import ShardPlan, plan_shards
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
-from paceline.model.step_plan import SequenceStep
 from paceline.types import pages_for
 
 FP32_LIMIT = 1e-5
@@ -188,10 +187,10 @@ def run_text(runner: ModelRunner, tokens: Sequence[int] | None) -> tuple[Tensor,
     pages = runner.cache.allocate(pages_for(len(PROMPT) + NUM_NEW))
     text, rows = list(PROMPT), []
     for first in range(0, len(PROMPT), _CHUNK):
-        rows.append(runner.forward([_step(text, first, min(first + _CHUNK, len(PROMPT)), pages)]).clone())
+        rows.append(runner.forward([chunk(text, first, min(first + _CHUNK, len(PROMPT)), pages)]).clone())
     for at in range(len(PROMPT), len(PROMPT) + NUM_NEW):
         text.append(int(rows[-1][-1].argmax()) if tokens is None else tokens[at])
-        rows.append(runner.forward([_step(text, at, at + 1, pages)]).clone())
+        rows.append(runner.forward([chunk(text, at, at + 1, pages)]).clone())
     runner.cache.release(pages)
     return torch.cat(rows), text
 
@@ -209,10 +208,10 @@ def assert_follows(
     text, rows, num = [*prompt], [], len(prompt)
     pages = runner.cache.allocate(pages_for(num + num_new))
     for first, stop in itertools.pairwise((0, *stops, num)):
-        rows.append(runner.forward([_step(text, first, stop, pages)]).clone())
+        rows.append(runner.forward([chunk(text, first, stop, pages)]).clone())
     for at in range(num, num + num_new):
         text.append(int(rows[-1][-1].argmax()))
-        rows.append(runner.forward([_step(text, at, at + 1, pages)]).clone())
+        rows.append(runner.forward([chunk(text, at, at + 1, pages)]).clone())
     ids = torch.tensor([prompt])
     settings = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0, "eos_token_id": None}
     assert text == model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
@@ -244,19 +243,14 @@ def _invariant_rank(group: Collectives, path: str) -> bool:
 def _verified(runner: ModelRunner, text: list[int]) -> Tensor:
     """Logits of what follows the prompt, several tokens in each step."""
     pages = runner.cache.allocate(pages_for(len(text)))
-    runner.forward([_step(text, 0, len(PROMPT), pages)])
+    runner.forward([chunk(text, 0, len(PROMPT), pages)])
     rows, first = [], len(PROMPT)
     for size in _PROPOSALS:
-        rows.append(runner.forward([_step(text, first, first + size, pages)]).clone())
+        rows.append(runner.forward([chunk(text, first, first + size, pages)]).clone())
         first += size
     assert first == len(text)
     runner.cache.release(pages)
     return torch.cat(rows)
-
-
-def _step(text: list[int], first: int, stop: int, pages: list[int]) -> SequenceStep:
-    span = range(first, stop)
-    return SequenceStep(text[first:stop], span, span, pages, num_logits=stop - first)
 
 
 def transformers_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.model.parallel.ranks import Ranks
+from tests.support.models import save_pair
 
 from paceline.model import layout
 
@@ -14,6 +15,12 @@ from paceline.model import layout
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The target of a small pair."""
+    return str(save_pair(tmp_path_factory.mktemp("models")) / "target")
 
 
 @pytest.fixture(params=[pytest.param("native", marks=pytest.mark.compiler), "numpy"])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from tests.support.models import FAMILIES, SLIDING_WINDOW, noisy_copy, prompt, random_model
+from tests.support.models import FAMILIES, SLIDING_WINDOW, chunk, noisy_copy, prompt, random_model
 from torch import Tensor
 
 from paceline.model.loading import LoadedModel, prepare
@@ -23,11 +23,6 @@ def reference(family: str, token_ids: list[int]) -> Tensor:
 
 def loaded(family: str) -> LoadedModel:
     return prepare(random_model(family), compile=False)
-
-
-def chunk(tokens: list[int], start: int, stop: int, pages: list[int]) -> SequenceStep:
-    span = range(start, stop)
-    return SequenceStep(tokens[start:stop], span, span, pages, num_logits=stop - start)
 
 
 def ragged(runner: ModelRunner, texts: list[list[int]], seed: int, longest: int = 40) -> list[Tensor]:

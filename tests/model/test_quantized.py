@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from tests.support.gguf_files import MODELS, write_gguf
 from tests.support.models import noisy_copy, prompt, random_model, save_pair
-from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
+from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference, requests_for
 from tests.support.rings import nightly, slow
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
@@ -54,10 +54,7 @@ def loaded(dtype: torch.dtype, quantization: str | None, noise: float = 0.0) -> 
 
 def requests() -> dict[str, Request]:
     """Greedy and sampled, short and across a page."""
-    return {
-        f"s{i}": Request(prompt(i, 5 + 30 * i), SamplingParams(temperature=(0.0, 0.8)[i % 2], seed=i, max_tokens=24))
-        for i in range(4)
-    }
+    return requests_for([prompt(i, 5 + 30 * i) for i in range(4)], temperature=[0.0, 0.8], max_tokens=24)
 
 
 @torch.no_grad()

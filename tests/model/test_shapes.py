@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.compilers import needs_products
-from tests.support.models import prompt, random_model
+from tests.support.models import chunk, prompt, random_model
 from tests.support.rings import nightly, slow
 from torch import Tensor
 
@@ -41,11 +41,6 @@ def make(dtype: torch.dtype, pages: int = 40, family: str = "llama") -> ModelRun
     return prepare(random_model(family, dtype=dtype), compile=False).runner(pages)
 
 
-def steps_of(tokens: list[int], start: int, stop: int, pages: list[int]) -> SequenceStep:
-    span = range(start, stop)
-    return SequenceStep(tokens[start:stop], span, span, pages, num_logits=stop - start)
-
-
 def in_chunks(
     runner: ModelRunner, tokens: list[int], start: int, sizes: list[int], pages: list[int], beside=None
 ) -> Tensor:
@@ -53,7 +48,7 @@ def in_chunks(
     out, at, i = [], start, 0
     while at < len(tokens):
         stop = min(len(tokens), at + sizes[min(i, len(sizes) - 1)])
-        steps = [steps_of(tokens, at, stop, pages), *(beside(i) if beside else [])]
+        steps = [chunk(tokens, at, stop, pages), *(beside(i) if beside else [])]
         out.append(runner.forward(steps)[: stop - at].clone())
         at, i = stop, i + 1
     return torch.cat(out)
@@ -85,7 +80,7 @@ def test_chunk_sizes_1_to_40(dtype: torch.dtype, family: str) -> None:
         return
     tokens = prompt(1, 100)
     pages = runner.cache.allocate(pages_for(100))
-    runner.forward([steps_of(tokens, 0, 40, pages)])
+    runner.forward([chunk(tokens, 0, 40, pages)])
     want = in_chunks(runner, tokens, 40, [1], pages)
     for size in range(2, 41):
         assert different(in_chunks(runner, tokens, 40, [size], pages), want) == 0, size
@@ -101,7 +96,7 @@ def test_key_lengths_across_tiles(dtype: torch.dtype) -> None:
     pages = runner.cache.allocate(pages_for(1100))
     for boundary in (192, 256, 320, 384, 512, 576, 768, 832, 1024):
         start, stop = boundary - 6, boundary + 6
-        runner.forward([steps_of(tokens[:start], max(0, start - 64), start, pages)])
+        runner.forward([chunk(tokens[:start], max(0, start - 64), start, pages)])
         want = in_chunks(runner, tokens[:stop], start, [1], pages)
         for sizes in ([2], [5], [12], [7, 5], [1, 11]):
             assert different(in_chunks(runner, tokens[:stop], start, sizes, pages), want) == 0, (boundary, sizes)
@@ -136,22 +131,22 @@ def num_different_in_batches(runner: ModelRunner, rounds: int) -> int:
     rng, num_different = random.Random(0), 0
     tokens = prompt(4, 90)
     pages = runner.cache.allocate(2)
-    runner.forward([steps_of(tokens, 0, 50, pages)])
+    runner.forward([chunk(tokens, 0, 50, pages)])
     want = in_chunks(runner, tokens, 50, [1], pages)
     others = [prompt(10 + i, 400) for i in range(4)]
     their_pages = [runner.cache.allocate(pages_for(400)) for _ in others]
     for other, held in zip(others, their_pages, strict=True):
-        runner.forward([steps_of(other, 0, 350, held)])
+        runner.forward([chunk(other, 0, 350, held)])
 
     for _ in range(rounds):
         at = 50
         while at < 90:
             size = min(rng.randint(1, 9), 90 - at)
-            steps = [(steps_of(tokens, at, at + size, pages), True)]
+            steps = [(chunk(tokens, at, at + size, pages), True)]
             for other, held in rng.sample(list(zip(others, their_pages, strict=True)), rng.randint(0, 4)):
                 start = rng.choice((0, 10, 250, 349))
                 stop = start + rng.choice((1, 3, 16, 40))
-                steps.append((steps_of(other, start, stop, held), False))
+                steps.append((chunk(other, start, stop, held), False))
             rng.shuffle(steps)
             out = runner.forward([s for s, _ in steps]).split([s.num_logits for s, _ in steps])
             got = next(rows for rows, (_, ours) in zip(out, steps, strict=True) if ours)
@@ -298,7 +293,7 @@ def test_each_rule_without_it(rule: str, dtype: torch.dtype) -> None:
     assert report.holds == ("NOT batch-invariant" not in str(report))
     tokens = prompt(1, 290)
     pages = runner.cache.allocate(pages_for(290))
-    runner.forward([steps_of(tokens, 0, 190, pages)])
+    runner.forward([chunk(tokens, 0, 190, pages)])
     want = in_chunks(runner, tokens, 190, [1], pages)
     differ = sum(different(in_chunks(runner, tokens, 190, [n], pages), want) for n in (2, 5, 9, 17))
     assert (differ > 0) == (not report.holds)
@@ -369,7 +364,7 @@ class Compiled:
 def test_a_runner_pads_by_what_it_runs() -> None:
     """A draft is eager first: its shapes change with its step. A target's keep the rules until its step is native."""
     model = prepare(random_model("llama"), compile=False)
-    step = steps_of([1, 2, 3], 0, 1, [0])
+    step = chunk([1, 2, 3], 0, 1, [0])
 
     def sizes(runner: ModelRunner) -> tuple[int, int]:
         shape = runner.plan([step]).shape
@@ -396,7 +391,7 @@ def test_a_native_model_has_equal_bits_in_steps_of_any_size(family: str) -> None
     assert cpu_attention.unavailable() is None
     runner = prepare(random_model(family, dtype=torch.bfloat16), compile=True).runner(40)
     assert runner.shapes == replace(EXACT, spare_tokens=runner.shapes.spare_tokens)
-    assert runner.plan([steps_of([1], 0, 1, [0])]).shape.tokens == 1 + runner.shapes.spare_tokens
+    assert runner.plan([chunk([1], 0, 1, [0])]).shape.tokens == 1 + runner.shapes.spare_tokens
     report = check_invariance(runner, 2048)
     assert report.holds, str(report)
     assert num_different_in_batches(runner, rounds=40) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.models import FAMILIES, prompt, random_model
+from tests.support.models import FAMILIES, chunk, prompt, random_model
 from tests.support.rings import nightly
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from paceline.model.features import OUT, Features
 from paceline.model.loading import load_model, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
-from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
 
 
@@ -40,11 +39,6 @@ def reference(family: str, token_ids: list[int]) -> dict[int, Tensor]:
     num_layers = layers_of(family)
     assert len(states) == num_layers + 1
     return {b: states[b][0] for b in range(num_layers)} | {num_layers: last[-1], OUT: states[-1][0]}
-
-
-def chunk(tokens: list[int], start: int, stop: int, pages: list[int], num_logits: int | None = None) -> SequenceStep:
-    span = range(start, stop)
-    return SequenceStep(tokens[start:stop], span, span, pages, stop - start if num_logits is None else num_logits)
 
 
 def by_chunks(runner: ModelRunner, text: list[int], sizes: list[int]) -> Tensor:

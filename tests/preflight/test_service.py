@@ -28,7 +28,7 @@ from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
 from paceline.preflight import service as checks
 from paceline.preflight.estimate import PROCESS_BYTES, RAY_BYTES, ROUTER_PROCESS_BYTES, draft_estimate, target_estimate
-from paceline.preflight.findings import Finding, Severity
+from paceline.preflight.findings import Severity
 from paceline.preflight.host_memory import draft_pages, session_pages, target_pages
 from paceline.preflight.service import check_service, counted, require_service
 
@@ -133,14 +133,6 @@ def test_the_checks_need_neither_torch_nor_ray():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_model_that_is_not_there(folders):
-    finding = one(service(folders, "none"))
-    assert (finding.severity, finding.key) == (ERROR, "target_config.model_loading_config.model_source")
-    assert f"{str(folders / 'none')!r} does not exist" in finding.message
-    finding = one(service(folders, "target", "none"))
-    assert (finding.severity, finding.key) == (ERROR, "draft_config.model_loading_config.model_source")
-
-
 def test_what_is_wrong_with_both_is_said_of_both(folders):
     config = service(folders, "none", "nothing")
     with pytest.raises(ConfigError) as caught:
@@ -227,37 +219,65 @@ def test_a_missing_shard(folders, tmp_path):
     assert "cannot be read: No such file" in finding.message
 
 
-def test_a_draft_with_other_tokens_is_refused_with_both_fingerprints(folders):
-    finding = one(service(folders, "target", "other_tokens"))
-    assert (finding.severity, finding.key) == (ERROR, "draft_config.model_loading_config")
-    assert "300 tokens" in finding.message
-    assert "280 tokens" in finding.message
+LOADING, ENGINE = "model_loading_config", "target_config.engine_kwargs."
+MISFITS = [
+    ("none", "draft", "", ERROR, f"target_config.{LOADING}.model_source", "none' does not exist"),
+    ("target", "none", "", ERROR, f"draft_config.{LOADING}.model_source"),
+    ("target", "other_tokens", "", ERROR, f"draft_config.{LOADING}", "300 tokens", "280 tokens"),
+    (
+        "target",
+        "few_tokens",
+        "",
+        ERROR,
+        f"draft_config.{LOADING}.tokenizer_source",
+        "300 tokens and its model only 120",
+    ),
+    ("few_tokens", "draft", "", ERROR, f"target_config.{LOADING}.tokenizer_source"),
+    (
+        "target",
+        "learned",
+        "",
+        ERROR,
+        f"draft_config.{LOADING}",
+        "256 tokens, and contexts may have 2048, where it fails",
+    ),
+    (
+        "target",
+        "draft",
+        "max_model_len=4096",
+        ERROR,
+        f"{ENGINE}max_model_len",
+        "is 4096: the target",
+        "at most 2048",
+    ),
+    ("target", "short", "", WARNING, f"draft_config.{LOADING}", "may have 2048", f"set {ENGINE}max_model_len to 512"),
+    ("target", "draft", "kv_pages=4", WARNING, f"{ENGINE}kv_pages", f"{MAX_LEN} need {session_pages(MAX_LEN)}"),
+    (
+        "target",
+        "draft",
+        "hints.boundary=2",
+        ERROR,
+        f"{ENGINE}hints",
+        "hints.boundary is 2: the target ",
+        " so 1 to 1 are",
+    ),
+]
+"""Target, draft, a setting, what is found, and parts of the message."""
 
 
-def test_the_tokenizer_may_come_from_elsewhere(folders):
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_does_not_fit_is_named(folders, case):
+    target, draft, setting, severity, key, *parts = case
+    finding = one(service(folders, target, draft, *([ENGINE + setting] if setting else [])))
+    assert (finding.severity, finding.key) == (severity, key)
+    assert all(part in finding.message for part in parts), finding.message
+
+
+def test_settings_that_make_them_fit(folders):
     source = f"draft_config.model_loading_config.tokenizer_source={folders / 'target'}"
     assert found(service(folders, "target", "other_tokens", source)) == []
-
-
-def test_a_vocabulary_larger_than_the_model(folders):
-    finding = one(service(folders, "target", "few_tokens"))
-    assert (finding.severity, finding.key) == (ERROR, "draft_config.model_loading_config.tokenizer_source")
-    assert "has 300 tokens and its model only 120" in finding.message
-    assert one(service(folders, "few_tokens", "draft")).key == "target_config.model_loading_config.tokenizer_source"
-
-
-def test_max_model_len_against_both_models(folders):
-    finding = one(service(folders, "target", "draft", "target_config.engine_kwargs.max_model_len=4096"))
-    assert finding == Finding(
-        ERROR,
-        "target_config.engine_kwargs.max_model_len",
-        "target_config.engine_kwargs.max_model_len is 4096: the target was made for at most 2048",
-    )
-    finding = one(service(folders, "target", "short"))
-    assert (finding.severity, finding.key) == (WARNING, "draft_config.model_loading_config")
-    assert "at most 512 tokens, and contexts may have 2048" in finding.message
-    assert "set target_config.engine_kwargs.max_model_len to 512" in finding.message
-    assert found(service(folders, "target", "short", "target_config.engine_kwargs.max_model_len=512")) == []
+    assert found(service(folders, "target", "short", f"{ENGINE}max_model_len=512")) == []
+    assert found(service(folders, "target", "draft", f"{ENGINE}hints.boundary=1")) == []
 
 
 @pytest.mark.parametrize(
@@ -342,27 +362,6 @@ def test_a_configuration_alone_has_the_layers_that_it_leaves_plain():
     for is_quantized in (False, True):
         config = FORMATS["gptq"][0] | {"lm_head": is_quantized}
         assert count_by_config(shapes, config, "llama")[0] == (2 + is_quantized) * 256 * 128
-
-
-def test_hints_come_from_a_layer_that_has_others_above_it(folders):
-    key = "target_config.engine_kwargs.hints.boundary"
-    assert found(service(folders, "target", "draft", f"{key}=1")) == []
-    finding = one(service(folders, "target", "draft", f"{key}=2"))
-    assert (finding.severity, finding.key) == (ERROR, "target_config.engine_kwargs.hints")
-    assert "is unfit: hints.boundary is 2: the target " in finding.message
-    assert finding.message.endswith(" has 2 layers, so 1 to 1 are allowed")
-
-
-def test_a_draft_with_a_table_of_positions_must_reach_every_context(folders):
-    finding = one(service(folders, "target", "learned"))
-    assert (finding.severity, finding.key) == (ERROR, "draft_config.model_loading_config")
-    assert "at most 256 tokens, and contexts may have 2048, where it fails" in finding.message
-
-
-def test_kv_pages_that_hold_no_long_session(folders):
-    finding = one(service(folders, "target", "draft", "target_config.engine_kwargs.kv_pages=4"))
-    assert (finding.severity, finding.key) == (WARNING, "target_config.engine_kwargs.kv_pages")
-    assert f"{MAX_LEN} need {session_pages(MAX_LEN)}" in finding.message
 
 
 # -- memory ------------------------------------------------------------------------------------------------

@@ -93,21 +93,20 @@ async def silent(request, context):
 def failing(error, after=0):
     """A stream that fails with ``error`` after as many chunks."""
 
-    async def script(request, context):
-        for index in range(after):
-            yield chunk(request, index, WORDS[index])
-        await abort(context, error)
-
-    return script
+    return _ending(lambda context: abort(context, error), after)
 
 
 def aborting(code, details, trailers=(), after=0):
     """A stream that ends with a status of its own after as many chunks."""
 
+    return _ending(lambda context: context.abort(code, details, trailers), after)
+
+
+def _ending(end, after):
     async def script(request, context):
         for index in range(after):
             yield chunk(request, index, WORDS[index])
-        await context.abort(code, details, trailers)
+        await end(context)
 
     return script
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from paceline.model.loading import LoadedModel, prepare
+from paceline.model.step_plan import SequenceStep
 
 torch.set_num_threads(1)
 
@@ -164,3 +165,11 @@ def prompt(seed: int, length: int, vocab_size: int = VOCAB) -> list[int]:
     """Random tokens without special ids."""
     rng = random.Random(seed)
     return [rng.randrange(10, vocab_size) for _ in range(length)]
+
+
+def chunk(
+    tokens: Sequence[int], start: int, stop: int, pages: Sequence[int], num_logits: int | None = None
+) -> SequenceStep:
+    """The tokens [start, stop) of a context, with the logits of all unless it is said of how many."""
+    span = range(start, stop)
+    return SequenceStep(tokens[start:stop], span, span, pages, stop - start if num_logits is None else num_logits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,22 @@ class Request:
     generated: tuple[int, ...] = ()
     """Output of a broken stream, which the session continues."""
     cache_salt: str = ""
+
+
+def requests_for(
+    prompts: Iterable[Sequence[int]], *, eos_token_ids: tuple[int, ...] = (), **options: Any
+) -> dict[str, Request]:
+    """Requests ``s0``, ``s1``, ...: one for each prompt, with seeds 0, 1, ...
+
+    ``options``: fields of sampling and of speculation; requests take the entries of a list in turn.
+    """
+    requests = {}
+    for i, tokens in enumerate(prompts):
+        given = {"seed": i} | options
+        own = {key: each[i % len(each)] if isinstance(each, list) else each for key, each in given.items()}
+        speculation = {key: own.pop(key) for key in SpeculationParams.model_fields.keys() & own.keys()}
+        requests[f"s{i}"] = Request(tokens, SamplingParams(**own), SpeculationParams(**speculation), eos_token_ids)
+    return requests
 
 
 class Pump:

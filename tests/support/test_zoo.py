@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from tests.support import zoo
+from tests.support.local import local_config
 from tests.support.rings import slow
 
-from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.local import LocalPipeline
 
 _ROUND = 'Grüße, 世界 👩‍👧!\n  {"a": [1, 2.5]}'
@@ -24,9 +24,7 @@ def test_a_checkpoint_says_its_script(name: str) -> None:
     tokenizer = zoo.tokenizer(name)
     prompt, answer = tokenizer.encode("Say: "), tokenizer.encode_text("x<think>big world</think>!")
     pair = zoo.says(name, prompt, answer)
-    target = TargetModel(path=str(pair.target), compile=False, dtype="float32", batch_invariant="off")
-    draft = DraftModel(path=str(pair.draft), compile=False, dtype="float32")
-    with LocalPipeline(LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)) as pipeline:
+    with LocalPipeline(local_config(pair.target, pair.draft)) as pipeline:
         result = pipeline.generate("Say: ", max_tokens=100).result
     assert result.token_ids == (*answer, *tokenizer.eos_token_ids)
     assert result.finish_reason == "stop"

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -253,13 +253,6 @@ def _on_rank(
     assert isinstance(runner, LeadingRunner)
     runner.end()
     return result
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Each start of their processes takes seconds."""
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
 
 
 def on_two_ranks(

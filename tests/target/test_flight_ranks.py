@@ -8,7 +8,6 @@ committed although a rank did not come.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,6 @@ pytestmark = pytest.mark.slow
 """Ranks are processes, which take seconds to begin."""
 
 Served = tuple[dict[str, Any], int, dict[str, list[int]]]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

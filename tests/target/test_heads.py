@@ -12,7 +12,7 @@ from tests.lossless.test_trees import any_subtrees
 from tests.support.heads import Oracle, signatures
 from tests.support.models import pair, prompt, random_model
 from tests.support.mutants import mutant
-from tests.support.pump import Pump, Request, assert_same, plain_reference
+from tests.support.pump import Pump, Request, assert_same, plain_reference, requests_for
 from tests.support.rings import slow
 
 from paceline.drafters.colocated import DraftModelHead
@@ -24,7 +24,7 @@ from paceline.target.heads.driver import Heads
 from paceline.target.heads.feeding import Feeding
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.session import TargetSession
-from paceline.types import PAGE_SIZE, Mode, Result, SamplingParams, SpeculationParams
+from paceline.types import PAGE_SIZE, Mode, Result
 
 EVERY = Features((0, OUT), every_position=True)
 LAST = Features((OUT,), every_position=False)
@@ -40,14 +40,7 @@ def requests_of(temperature: float = 1.0, max_tokens: int = 24) -> dict[str, Req
     """Prompts of 2 to 200 tokens; some share two pages, and some end at a page's end."""
     lengths = (2, 5, 63, 64, 65, 100, 127, 128, 129, 200)
     prompts = [prompt(n, n) for n in lengths] + [[*_PREFIX, *prompt(i, i)] for i in (1, 2, 40, 64)]
-    return {
-        f"s{i}": Request(
-            tokens,
-            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i),
-            SpeculationParams(max_draft_tokens=(4, 1, 7)[i % 3]),
-        )
-        for i, tokens in enumerate(prompts)
-    }
+    return requests_for(prompts, temperature=temperature, max_tokens=max_tokens, max_draft_tokens=[4, 1, 7])
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.drafters.head_files import write_exit
 from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
 from tests.support.noise import gumbel_at
-from tests.support.pump import Pump, Request, assert_same, in_mode
+from tests.support.pump import Pump, Request, assert_same, in_mode, requests_for
 from tests.support.rings import slow
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ from paceline.target.control.report import explain
 from paceline.target.hints import Hints
 from paceline.target.mount import behind, require_hints
 from paceline.target.scheduler import Scheduled
-from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Mode, SamplingParams
 
 BOUNDARY, TOP = 2, 3
 
@@ -66,14 +66,8 @@ def hints_for(model: LoadedModel, top: int = TOP) -> Hints:
 
 
 def requests_of(temperature: float, rule: Acceptance = Acceptance.COUPLED) -> dict[str, Request]:
-    return {
-        f"s{i}": Request(
-            prompt(i, 20 + 30 * i),
-            SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True),
-            SpeculationParams(max_draft_tokens=4, acceptance=rule),
-        )
-        for i in range(3)
-    }
+    options = {"temperature": temperature, "max_tokens": 24, "ignore_eos": True}
+    return requests_for([prompt(i, 20 + 30 * i) for i in range(3)], **options, max_draft_tokens=4, acceptance=rule)
 
 
 class Wire:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.lossless.test_trees import any_subtrees
 from tests.support.pump import Clock
 from tests.support.rings import nightly, slow
 from tests.target.simulation import VOCAB, SyntheticRunner, next_token
@@ -380,21 +381,11 @@ def pause_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadGate, "wanted", lambda self, num_sessions: int(self.budget.now) % 5 != 4)
 
 
-def verify_any_subtrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(1)
-    monkeypatch.setattr(Allocation, "offers_trees", lambda self: True)
-    monkeypatch.setattr(
-        Allocation,
-        "allocate_draft_tokens",
-        lambda self, offers, **options: [rng.randint(0, min(20, len(offer))) for offer in offers],
-    )
-
-
 @pytest.mark.parametrize("with_head", [False, True], ids=["drafts", "heads"])
 @pytest.mark.parametrize("num_steps", [600, *nightly([100_000])])
 def test_pages_add_up_after_random_steps(num_steps: int, with_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pause_now_and_then(monkeypatch)
-    verify_any_subtrees(monkeypatch)
+    any_subtrees(monkeypatch, most=20, seed=1)
     storm = Storm(1, with_head=with_head)  # where a branch begins on a page with a head's row alone
     for index in range(num_steps):
         storm.step()
@@ -424,7 +415,7 @@ def test_pages_add_up_after_random_steps(num_steps: int, with_head: bool, monkey
 
 def run_states(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> Storm:
     """A storm over a linear layer; after every step each slot has its owner, and each token its own context."""
-    verify_any_subtrees(monkeypatch)
+    any_subtrees(monkeypatch, most=20, seed=1)
     storm = Storm(11, kind=LinearRunner)
     for _ in range(num_steps):
         storm.step()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.lossless.test_trees import any_subtrees
 from tests.support.models import pair, prompt
-from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
+from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference, requests_for
 
 from paceline.core import verification
 from paceline.model.step_plan import SequenceStep
@@ -46,10 +46,8 @@ def num_tokens(steps: Sequence[SequenceStep]) -> int:
 
 
 def requests() -> dict[str, Request]:
-    sampling = [
-        SamplingParams(temperature=i % 2, seed=i, max_tokens=16, prompt_logprobs=i % 3 or None) for i in range(6)
-    ]
-    return {f"s{i}": Request(prompt(i, 30 + 9 * i), each) for i, each in enumerate(sampling)}
+    options = {"temperature": [0, 1], "max_tokens": 16, "prompt_logprobs": [None, 1, 2]}
+    return requests_for([prompt(i, 30 + 9 * i) for i in range(6)], **options)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.faults.runs import requests
 from tests.support.late import LateDevice
 from tests.support.models import VOCAB, pair, prompt
 from tests.support.mutants import Mutant, mutant
-from tests.support.pump import Request, assert_same, plain_reference
+from tests.support.pump import Request, assert_same, plain_reference, requests_for
 from tests.target.storm import STEP_S, Storm
 from tests.target.test_engine import Direct, message
 
@@ -30,7 +30,7 @@ from paceline.target import engine as engine_module
 from paceline.target.control.step_meter import StepMeter, StepTimes
 from paceline.target.engine import TargetEngine
 from paceline.target.runners import NoMemoryError, Runners
-from paceline.types import Result, SamplingParams, SpeculationParams, noise_key
+from paceline.types import Result, noise_key
 
 LENGTH = 24
 
@@ -43,11 +43,8 @@ def texts() -> dict[str, Result]:
 
 def asked() -> dict[str, Request]:
     """Sessions with proposals of two tokens, so that no step waits for more."""
-    made = {}
-    for i in range(4):
-        sampling = SamplingParams(temperature=i % 2, seed=i, max_tokens=LENGTH, ignore_eos=True)
-        made[f"s{i}"] = Request(prompt(i, 9 + 5 * i), sampling, SpeculationParams(max_draft_tokens=2))
-    return made
+    options = {"temperature": [0, 1], "max_tokens": LENGTH, "ignore_eos": True}
+    return requests_for([prompt(i, 9 + 5 * i) for i in range(4)], **options, max_draft_tokens=2)
 
 
 def nodes_of(text: Sequence[int], every: int) -> tuple[Node, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.local import local_config
 from tests.support.models import save_pair
 from tests.web.chats import Scripted, save_chat, save_speaking_pair
 from tests.web.support import edge_over, served
 
 from paceline.checkpoint.chat import load_chat
-from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.local import LocalPipeline
 
 
@@ -18,14 +18,7 @@ def web_pair(tmp_path_factory):
 
 
 def started(folder):
-    run = {"dtype": "float32", "compile": False}
-    config = LocalConfig(
-        target=TargetModel(path=str(folder / "target"), adaptive=False, max_sessions=8, batch_invariant="off", **run),
-        draft=DraftModel(path=str(folder / "draft"), **run),
-        worker="thread",
-        pin_cores=False,
-    )
-    return LocalPipeline(config)
+    return LocalPipeline(local_config(folder / "target", folder / "draft", max_sessions=8))
 
 
 @pytest.fixture(scope="session")

@@ -225,63 +225,6 @@ def test_tokens_are_counted_as_the_request_has_them(model):
     assert counted == len(service.requests[0].prompt)
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-REFUSED = [
-    ({"max_tokens": None}, "max_tokens is missing"),
-    ({"messages": []}, "messages is []"),
-    ({"messages": None}, "messages is missing"),
-    ({"messages": [{"role": "cook", "content": "x"}]}, "messages[0].role is 'cook'"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content is null"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0] is 'x'"),
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type is 'image'"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}]},
-        "messages[0].content[0].content[0].type is 'image'",
-    ),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is null"),
-    (
-        {"messages": [*USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]},
-        "messages[1].content[0].input is null",
-    ),
-    (
-        {
-            "messages": [
-                *USER,
-                {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]},
-            ]
-        },
-        "messages end with a block of type 'tool_use'",
-    ),
-    (
-        {"messages": [*USER, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
-        "messages[1].content[0].type is 'redacted_thinking'",
-    ),
-    ({"system": [IMAGE]}, "system[0].type is 'image'"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type is 'web_search_20250305'"),
-    ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice is 'required'"),
-    ({"tool_choice": "auto"}, "tool_choice is 'auto'"),
-    ({"tool_choice": {"type": "tool"}}, "tool_choice is {'type': 'tool'}"),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 3}}, "tool_choice.disable_parallel_tool_use is 3"),
-    ({"thinking": {"type": "deep"}}, "thinking.type is 'deep'"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens is 0"),
-    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format is {'type': 'xml'}"),
-    ({"output_config": {"effort": "heroic"}}, "output_config.effort is 'heroic'"),
-    ({"container": "c"}, "container is 'c'"),
-    ({"mcp_servers": [{}]}, "mcp_servers is [{}]"),
-    ({"temperature": -1}, "temperature is -1"),
-]
-
-
-@pytest.mark.parametrize(("body", "sentence"), REFUSED)
-def test_what_is_not_served_is_refused_by_its_name(scripted, body, sentence):
-    status, headers, answer = call(f"{scripted[1]}/v1/messages", ASKED | body)
-    assert status == 400, answer
-    assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
-    assert answer["error"]["message"].startswith(sentence), answer
-    assert answer["request_id"] == headers["request-id"] != ""
-
-
 def test_habits_are_accepted(model):
     service, client = model
     service.says = "so"

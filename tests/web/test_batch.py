@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import resource
 
 import httpx2
 import pytest
+from tests.support.limits import limited
 from tests.web.support import MODEL, call
 
 from paceline.cli.main import main
@@ -140,29 +140,21 @@ def test_a_batch_goes_on_where_it_ended(tmp_path, monkeypatch):
     assert sorted(one["response"]["status_code"] for one in got) == [200] * 5 + [500]
 
 
-@contextlib.contextmanager
-def room_for(num_bytes):
-    """Files of this process take no more bytes than these."""
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
-
 def test_a_full_disk_leaves_what_is_answered(tmp_path):
     """Writes fail beyond some bytes of a file, as on a full disk; with room again the same command goes on."""
     path = write(tmp_path / "in.jsonl", *(line(f"r{i}", prompt=f"p{i}") for i in range(6)))
     requests, output = read_requests(path), tmp_path / "out.jsonl"
-    with room_for(700), pytest.raises(ConfigError, match=r"--output is .*: it cannot be written \(File too large\)"):
+    with (
+        limited(resource.RLIMIT_FSIZE, 700),
+        pytest.raises(ConfigError, match=r"--output is .*: it cannot be written \(File too large\)"),
+    ):
         run(Batch(requests, output), "http://x", Flaky(200))
     again = Batch(requests, output)
     assert 0 < again.num_done < 6
     missing, service = 6 - again.num_done, Flaky(200)
     run(again, "http://x", service)
     assert len(service.asked) == missing
-    with room_for(700), pytest.raises(ConfigError, match="it cannot be written"):
+    with limited(resource.RLIMIT_FSIZE, 700), pytest.raises(ConfigError, match="it cannot be written"):
         again.finish()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl.partial"]
     again.finish()

@@ -185,18 +185,15 @@ SCHEMAS = [
 ]
 
 
-def walk(form, seed, special):
-    """An output that the form allows, drawn token by token; None if it has no end within some hundred."""
-    matcher, rng, output = grammars(special).matcher(form), random.Random(seed), []
-    for _ in range(300):
+def drawn(made, tokenizer, form, seed):
+    """Text that the form allows, drawn token by token; None if it has no end within some hundred."""
+    matcher, rng, output = made.matcher(form), random.Random(seed), []
+    for _ in range(400):
         (mask,) = matcher.masks([tuple(output)])
-        allowed = [i for i in range(grammars(special).vocab_size) if mask[i // 8] >> i % 8 & 1]
-        if EOS in allowed and rng.random() < 0.5:
-            return tokenizer(special).decode(output, special=True)
-        chosen = rng.choice([i for i in allowed if i != EOS] or [EOS])
-        if chosen == EOS:
-            return tokenizer(special).decode(output, special=True)
-        output.append(chosen)
+        allowed = [i for i in range(made.vocab_size) if mask[i // 8] >> i % 8 & 1]
+        if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            return tokenizer.decode(output, special=True)
+        output.append(rng.choice([i for i in allowed if i != EOS]))
     return None
 
 
@@ -206,7 +203,7 @@ def walks(model, speaking, special=True):
     for i, one in enumerate(SCHEMAS):
         form = bound(model, speaking, [one])
         for seed in range(4):
-            text = walk(form, f"{i} {seed}", special)
+            text = drawn(grammars(special), tokenizer(special), form, f"{i} {seed}")
             if text is None:
                 continue
             ended += 1

@@ -214,50 +214,6 @@ def test_the_turns_of_a_tool_reach_the_template(model, scripted):
     assert "system" in read.replace(" ", "")  # this template knows no developer
 
 
-REFUSED = [
-    ({"messages": []}, "messages is []"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
-    ({"messages": [{"role": "cook", "content": "x"}]}, "messages[0].role is 'cook'"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0] is",
-    ),
-    ({"messages": [{"role": "user", "content": "x", "images": ["y"]}]}, "messages[0].images is ['y']"),
-    (
-        {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]},
-            ]
-        },
-        "messages[0].tool_calls[0].function.arguments is '{'",
-    ),
-    ({"tools": [{"type": "function"}]}, "tools[0].function is missing"),
-    ({"tool_choice": "required"}, "tool_choice is 'required', but no tools"),
-    ({"tool_choice": "always"}, "tool_choice is 'always': 'none', 'auto', 'required', or a function"),
-    ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [WEATHER]}, "tool_choice is 'x'"),
-    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice is {"),
-    ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos is true"),
-    ({"top_logprobs": 5}, "top_logprobs is 5 without logprobs"),
-    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21"),
-    ({"logprob_token_ids": [5]}, "logprob_token_ids is [5] without logprobs"),
-    ({"logprob_token_ids": [5000], "logprobs": True, "prompt_logprobs": 1, "max_tokens": 0}, "max_tokens is 0"),
-    ({"response_format": {"type": "xml"}}, "response_format is"),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex is given with response_format"),
-    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos is true"),
-    ({"modalities": ["audio"]}, "modalities is"),
-    ({"chat_template": "x"}, "chat_template is 'x': it is not supported"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages is []"),
-    ({"reasoning_effort": 3}, "reasoning_effort is 3"),
-    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens is 4"),
-]
-
-
-@pytest.mark.parametrize(("body", "sentence"), REFUSED)
-def test_what_is_not_served_is_refused_by_its_name(scripted, body, sentence):
-    _, at = scripted
-    assert refusal(f"{at}/v1/chat/completions", {"messages": USER} | body).startswith(sentence)
-
-
 def test_habits_are_accepted(scripted):
     _, at = scripted
     habits = {

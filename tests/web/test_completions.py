@@ -6,11 +6,11 @@ import asyncio
 import http.client
 import json
 import re
-import time
 
 import openai
 import pytest
 from openai.types import Completion
+from tests.support.fake_service import wait_until
 from tests.support.models import prompt
 from tests.web.support import MODEL, call, events
 
@@ -192,20 +192,13 @@ def test_a_client_that_leaves_ends_its_request(url, pipeline):
         connection = http.client.HTTPConnection(host, timeout=60)
         body = {"prompt": "lazy", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        wait(lambda: pipeline.router.active)
+        wait_until(lambda: pipeline.router.active)
         if stream:
             connection.getresponse().read(10)
         connection.close()
         if connection.sock is not None:
             connection.sock.close()
-        wait(lambda: not pipeline.router.active)
-
-
-def wait(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+        wait_until(lambda: not pipeline.router.active)
 
 
 def test_the_likeliest_tokens_come_with_their_log_probabilities(client, pipeline):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support.models import EOS
 from tests.support.schemas import json_tokenizer
 from tests.web.chats import told
+from tests.web.test_call_forms import drawn
 from tokenizers import Tokenizer as Backend
 
 from paceline.checkpoint.answer_formats import CALLS, format_of
@@ -86,16 +87,7 @@ def bound(name, choice="required", *, parallel=True, tools=TOOLS, writes=()):
 
 
 def walk(name, form, seed, special=True):
-    """Text that the form allows, drawn token by token; None if it has no end within some hundred."""
-    made = grammars(name, special)
-    matcher, rng, output = made.matcher(form), random.Random(seed), []
-    for _ in range(400):
-        (mask,) = matcher.masks([tuple(output)])
-        allowed = [i for i in range(made.vocab_size) if mask[i // 8] >> i % 8 & 1]
-        if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
-            return tokenizer(name, special).decode(output, special=True)
-        output.append(rng.choice([i for i in allowed if i != EOS]))
-    return None
+    return drawn(grammars(name, special), tokenizer(name, special), form, seed)
 
 
 def read(name, text):

@@ -9,21 +9,11 @@ import resource
 import socket
 from urllib.parse import urlsplit
 
+from tests.support.limits import limited
 from tests.web.chats import Scripted
 from tests.web.support import edge_over, served
 
 PATIENCE_S = 300
-
-
-@contextlib.contextmanager
-def descriptors(num_more):
-    """This process may open no more than these."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + num_more, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
 
 
 def status_of(connection):
@@ -40,7 +30,7 @@ def test_a_process_without_descriptors_serves_those_who_are_connected():
         assert status_of(known) == 200
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.socket()) for _ in range(20)]  # of this process, too
-            with descriptors(5):
+            with limited(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 5):
                 for client in clients:
                     client.connect((at.hostname, at.port))
                 for _ in range(20):

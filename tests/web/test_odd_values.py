@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
+from tests.web.bodies import places, put
 
 from paceline.errors import InvalidRequestError
 from paceline.web.anthropic_schema import MessageBody
@@ -104,24 +103,6 @@ CASES = [
 ]
 
 
-def places(value, before=()):
-    """The place of every value within another one."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inner:
-        yield (*before, key)
-        yield from places(item, (*before, key))
-
-
-def with_value(body, place, value):
-    """A body with another value in a place."""
-    found = copy.deepcopy(body)
-    holder = found
-    for key in place[:-1]:
-        holder = holder[key]
-    holder[place[-1]] = value
-    return found
-
-
 def understand(kind, body):
     """Reads all of a body that is read before a chat is rendered."""
     given = read(kind, body)
@@ -140,10 +121,10 @@ def understand(kind, body):
 def test_a_value_of_the_wrong_kind_is_refused_where_it_is(kind, body):
     understand(kind, body)
     num_refused = 0
-    for place in places(body):
+    for place in places(body)[1:]:
         for odd in ODD:
             try:
-                understand(kind, with_value(body, place, odd))
+                understand(kind, put(body, place, odd))
             except InvalidRequestError:
                 num_refused += 1
             except Exception as error:

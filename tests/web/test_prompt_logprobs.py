@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import openai
 import pytest
 from tests.web.support import MODEL, call
 
@@ -106,35 +105,6 @@ def test_chats_have_the_list_at_the_top(speaking):
         ]
         status, _, answer = call(f"{at}/v1/chat/completions", {**body, "max_completion_tokens": 3})
         assert (status, answer["prompt_logprobs"]) == (200, found)
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
-        ({"prompt_logprobs": True}, "prompt_logprobs is true"),
-        (
-            {"prompt_logprobs": 1, "stream": True},
-            "prompt_logprobs is 1 and stream is true: only whole answers have them",
-        ),
-        ({"max_tokens": 0}, "max_tokens is 0 and prompt_logprobs is absent: without it at least 1 is allowed"),
-        ({"max_tokens": 0, "logprobs": 1}, "max_tokens is 0"),
-        ({"max_tokens": 0, "min_tokens": 1, "echo": True}, "min_tokens is 1"),
-    ],
-)
-def test_what_is_refused(client, body, sentence):
-    with pytest.raises(openai.BadRequestError, match=sentence):
-        client.completions.create(model=MODEL, prompt="lazy", extra_body=body)
-
-
-def test_responses_show_none(speaking):
-    from tests.web.support import edge_over, served
-
-    pipeline, chat = speaking
-    with served(edge_over(pipeline, chat=chat)) as at:
-        status, _, answer = call(f"{at}/v1/responses", {"input": "hi", "prompt_logprobs": 1})
-    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
 
 
 def test_zero_top_logprobs_show_the_token_alone(client):

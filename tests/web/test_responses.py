@@ -8,7 +8,7 @@ from openai.types.responses import Response
 from tests.security.conftest import digest, write_keys
 from tests.support.models import letters_tokenizer
 from tests.web.chats import Scripted, called, save_chat
-from tests.web.support import MODEL, call, edge_over, refusal, served
+from tests.web.support import MODEL, call, edge_over, served
 
 from paceline.checkpoint.chat import load_chat
 from paceline.config import ServiceConfig
@@ -139,54 +139,6 @@ def test_an_answer_that_was_cut_is_incomplete(model):
     assert answer.output[-1].status == "incomplete"
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert service.requests[0].sampling.max_tokens == 2
-
-
-REFUSED = [
-    ({"input": []}, "input is []"),
-    ({"input": None}, "input is missing"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id is 'x': this service keeps no responses"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] is"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id is 'resp_1': this service keeps no responses"),
-    ({"conversation": "conv_1"}, "conversation is 'conv_1': it is not supported"),
-    ({"prompt": {"id": "pmpt_1"}}, "prompt is {'id': 'pmpt_1'}: it is not supported"),
-    ({"truncation": "middle"}, "truncation is 'middle'"),
-    ({"reasoning": {"summary": "long"}}, "reasoning.summary is 'long'"),
-    ({"max_tool_calls": 0}, "max_tool_calls is 0"),
-    ({"input": [{"type": "custom_tool_call", "call_id": "a"}]}, "input[0].type is 'custom_tool_call'"),
-    (
-        {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
-        "input[0].encrypted_content is given",
-    ),
-    ({"input": [{"type": "reasoning", "summary": [3]}]}, "input[0].summary[0] is 3"),
-    ({"input": [{"type": "reasoning", "summary": []}]}, "input holds no message"),
-    (
-        {
-            "input": [
-                {"role": "user", "content": "a"},
-                {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]},
-            ]
-        },
-        "input[1].content[0] is",
-    ),
-    ({"background": True}, "background is true"),
-    ({"text": {"format": {"type": "grammar"}}}, "text.format is"),
-    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format is"),
-    ({"text": {"verbosity": "high"}}, "text.verbosity is"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search': only 'function' is supported"),
-    ({"tools": [TOOL, {"type": "custom", "name": "patch"}]}, "tools[1].type is 'custom'"),
-    ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0].type is 'mcp'"),
-    ({"tool_choice": "required"}, "tool_choice is 'required'"),
-    ({"n": 2}, "n is 2"),
-    ({"include": ["everything"]}, "include[0] is 'everything'"),
-    ({"top_logprobs": 2}, "top_logprobs is 2, but include holds no 'message.output_text.logprobs'"),
-    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs is 21"),
-    ({"stream": False, "stream_options": {}}, "stream_options is given"),
-]
-
-
-@pytest.mark.parametrize(("body", "sentence"), REFUSED)
-def test_what_is_not_served_is_refused_by_its_name(scripted, body, sentence):
-    assert refusal(f"{scripted[1]}/v1/responses", {"input": "hello"} | body).startswith(sentence)
 
 
 def test_habits_are_accepted(scripted):

@@ -185,17 +185,11 @@ def test_several_chats_have_a_choice_each_which_they_would_have_alone(at):
 
 
 @pytest.mark.parametrize(
-    ("more", "sentence"),
+    ("chats", "sentence"),
     [
-        ({"messages": USER}, "messages[0] is {"),
-        ({"messages": []}, "messages is []"),
-        ({"messages": [USER, []]}, "messages[1] is []: at least one message is needed"),
-        ({"messages": [USER] * 129}, "it must be of at most 128 entries"),
-        ({"messages": [USER, [{"role": "user"}]]}, "messages[1][0].content is missing"),
-        ({"stream": True}, "stream is true: several chats are answered as a whole"),
-        ({"n": 2}, "n is 2"),
-        ({"messages": [USER, [{"role": "user", "content": "ab " * 9000}]]}, "the prompt has"),
+        ([USER] * 129, "it must be of at most 128 entries"),
+        ([USER, [{"role": "user", "content": "ab " * 9000}]], "the prompt has"),
     ],
 )
-def test_a_batch_of_chats_is_refused_by_the_name_of_what_is_wrong(at, more, sentence):
-    assert sentence in refusal(f"{at}/v1/chat/completions/batch", {"messages": [USER]} | more)
+def test_a_batch_that_is_too_large_is_refused(at, chats, sentence):
+    assert sentence in refusal(f"{at}/v1/chat/completions/batch", {"messages": chats})

@@ -12,12 +12,11 @@ import openai
 import pytest
 import ray
 from tests.cluster.ray.conftest import ON_RAY, config_for, letters, until
+from tests.support.local import plain_results
 from tests.support.rings import nightly
 
-from paceline.config import LocalConfig
 from paceline.errors import ConfigError
-from paceline.local import LocalPipeline
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import SamplingParams
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc, types_pb2
 
@@ -82,13 +81,10 @@ async def assert_all_free(app):
         pytest.fail(f"still held: {seen}")
 
 
-def plain(app, prompts, max_tokens):
+def plain(pair, prompts, max_tokens):
     """Token ids of each prompt by plain decoding in this process."""
-    target = {"path": str(app.pair / "target"), "dtype": "float32", "compile": False}
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    with LocalPipeline(LocalConfig(target=target, worker="thread", pin_cores=False)) as pipeline:
-        speculation = SpeculationParams(mode=Mode.PLAIN)
-        return [list(pipeline.generate(p, sampling, speculation).result.token_ids) for p in prompts]
+    return [[*result.token_ids] for result in plain_results(pair / "target", [(p, sampling) for p in prompts])]
 
 
 def test_build_names_the_deployments(pair):

@@ -221,9 +221,8 @@ class Traffic:
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    from types import SimpleNamespace
 
-    return dict(zip(PROMPTS, plain(SimpleNamespace(pair=pair), PROMPTS, NUM_TOKENS), strict=True))
+    return dict(zip(PROMPTS, plain(pair, PROMPTS, NUM_TOKENS), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,10 @@ import random
 import pytest
 from tests.cluster.ray.conftest import ON_RAY, letters, until
 from tests.cluster.ray.test_app import assert_all_free, replicas
+from tests.support.local import plain_results
 from tests.support.loops import finish
 
 from paceline.client import AsyncClient
-from paceline.config import LocalConfig
-from paceline.local import LocalPipeline
 from paceline.types import Acceptance, FinishReason, Mode, Request, SamplingParams, SpeculationParams
 
 pytestmark = ON_RAY
@@ -64,14 +63,6 @@ def requests():
     return made
 
 
-def in_one_process(pair, made):
-    """The plain results of all."""
-    target = {"path": str(pair / "target"), "dtype": "float32", "compile": False}
-    with LocalPipeline(LocalConfig(target=target, worker="thread", pin_cores=False)) as pipeline:
-        plain = SpeculationParams(mode=Mode.PLAIN)
-        return [pipeline.generate(r.prompt, r.sampling, plain, r.stop).result for r in made]
-
-
 def is_exact(request):
     """Whether its tokens are those of plain decoding; without a temperature both rules are the same."""
     return (
@@ -110,7 +101,7 @@ def test_mixed_requests_are_served_as_in_one_process(app):
 def check_lossless(app):
     """All requests at once, each compared with what one process gives it."""
     made = requests()
-    expected = in_one_process(app.pair, made)
+    expected = plain_results(app.pair / "target", [(r.prompt, r.sampling, r.stop) for r in made])
 
     async def ask(client, request):
         stream = client.generate(

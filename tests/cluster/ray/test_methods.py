@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import pytest
 from tests.cluster.ray.conftest import ON_RAY
+from tests.support.local import plain_results
 
 from paceline.client import Client
-from paceline.config import LocalConfig
 from paceline.drafters.catalogue import method_named
 from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
-from paceline.local import LocalPipeline
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 from paceline_bench.processes import ServiceProcess
 
@@ -20,7 +19,6 @@ pytestmark = ON_RAY
 
 MODEL = {"dtype": "float32", "device": "cpu", "compile": False}
 PROMPTS = ("def read_file(path):", "import os\n\nclass Reader:\n    def __init__(self, path):\n        self.path = ")
-PLAIN = SpeculationParams(mode=Mode.PLAIN)
 WAITS = SpeculationParams(mode=Mode.SEQUENTIAL)
 """A draft is waited for, however busy this machine is."""
 
@@ -37,13 +35,6 @@ def configuration(name: str) -> dict:
     else:
         tree["draft_config"]["engine_kwargs"]["drafters"][0]["options"] = MODEL
     return tree
-
-
-def expected(asked: list[tuple[str, SamplingParams]]) -> list[Result]:
-    """Plain decoding of all prompts in one process."""
-    target = MODEL | {"path": str(TARGET_DIR)}
-    with LocalPipeline(LocalConfig(target=target, worker="thread", pin_cores=False)) as pipeline:
-        return [pipeline.generate(prompt, sampling, PLAIN).result for prompt, sampling in asked]
 
 
 def pooled(result: Result) -> int:
@@ -65,7 +56,7 @@ def test_a_drafter_of_the_pool_is_served_and_the_text_is_that_of_plain_decoding(
     asked = prompts(24)
     with ServiceProcess(configuration(name)) as service, Client(service.address) as client:
         results = [client.generate(prompt, sampling, speculation=WAITS).result for prompt, sampling in asked]
-    assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in expected(asked)]
+    assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in plain_results(TARGET_DIR, asked)]
     counted = [result.speculation for result in results]
     assert all(each.head_drafted == each.lookup_drafted == 0 for each in counted)
     assert 0 < sum(each.accepted for each in counted) < sum(each.drafted for each in counted)
@@ -83,6 +74,6 @@ def test_a_draft_model_whose_place_is_chosen_is_in_both_and_the_text_is_that_of_
                 break
             results = [client.generate(*one, speculation=WAITS).result for one in asked]
         (target,) = client.server_info().pools["target"]
-    assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in expected(asked)]
+    assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in plain_results(TARGET_DIR, asked)]
     assert any(pooled(result) for result in results)
     assert "draft_model" in target.controller, "a head, too"

@@ -10,11 +10,10 @@ import time
 import pytest
 from tests.cluster.ray.conftest import ON_RAY, letters
 from tests.cluster.ray.test_app import assert_all_free
+from tests.support.local import plain_results
 from tests.web.browser import chromium, complaints, resize
 
-from paceline.config import LocalConfig
-from paceline.local import LocalPipeline
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import SamplingParams
 from paceline_bench.processes import family
 
 pytest.importorskip("selenium")
@@ -33,10 +32,8 @@ POOLS = ["draft", "router", "router", "target"]
 @pytest.fixture
 def expected(app):
     """The text by plain decoding in this process."""
-    target = {"path": str(app.pair / "target"), "dtype": "float32", "compile": False}
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=SEED)
-    with LocalPipeline(LocalConfig(target=target, worker="thread", pin_cores=False)) as pipeline:
-        result = pipeline.generate(PROMPT, sampling, SpeculationParams(mode=Mode.PLAIN)).result
+    (result,) = plain_results(app.pair / "target", [(PROMPT, sampling)])
     assert len(result.token_ids) == NUM_TOKENS
     return result.text
 

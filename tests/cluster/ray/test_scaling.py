@@ -6,7 +6,6 @@ The shared application gets other sizes in place, as ``serve deploy`` of a chang
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from tests.cluster.ray.conftest import ON_RAY, START_S, until
@@ -24,7 +23,7 @@ KINDS = ("target", "draft", "router")
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    return dict(zip(PROMPTS, plain(SimpleNamespace(pair=pair), PROMPTS, NUM_TOKENS), strict=True))
+    return dict(zip(PROMPTS, plain(pair, PROMPTS, NUM_TOKENS), strict=True))
 
 
 def sized(app, external=False, **pools):

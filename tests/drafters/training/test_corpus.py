@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.drafters.training.test_served import letters, silent, target  # noqa: F401
+from tests.drafters.training.test_served import target  # noqa: F401
+from tests.support.local import local_config
+from tests.support.training import options_for, silent
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.cli.drafting import choose
 from paceline.cli.main import main
-from paceline.config import HeadOptions, LocalConfig, SuffixMatching
+from paceline.config import HeadOptions, SuffixMatching
 from paceline.drafters.training import corpus
 from paceline.drafters.training.options import CORPUS, HeadForm, Schedule, TrainingOptions
 from paceline.local import LocalPipeline
@@ -24,22 +26,8 @@ EAGER = {"dtype": "float32", "device": "cpu", "compile": False}
 
 
 def options(target: Path, folder: Path) -> TrainingOptions:  # noqa: F811
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in letters(60, 0)), encoding="utf-8")
-    return TrainingOptions(
-        HeadForm(CORPUS, depths=3),
-        str(target),
-        [data],
-        folder / "corpus",
-        Schedule(1),
-        num_tokens=40 * 64,
-        length=64,
-        prompt_tokens=8,
-        temperatures=(0.0,),
-        held_out_rows=8,
-        device="cpu",
-        dtype="float32",
-    )
+    form, sizes = HeadForm(CORPUS, depths=3), {"texts": 60, "rows": 40, "length": 64}
+    return options_for(form, target, folder / "corpus", Schedule(1), temperatures=(0.0,), **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +75,7 @@ def test_a_target_drafts_from_the_corpus_in_its_folder(target: Path, written, tm
     prompt = json.loads((folder / "corpus.jsonl").read_text().splitlines()[0])[:8]
     results = []
     for heads in ([], [head]):
-        config = LocalConfig(
-            target={"path": str(model), "heads": heads, "adaptive": False, **EAGER}, draft=None, worker="thread"
-        )
-        with LocalPipeline(config) as one:
+        with LocalPipeline(local_config(model, heads=heads)) as one:
             results.append(one.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)).result)
     plain, drafted = results
     assert drafted.token_ids == plain.token_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 import string
@@ -17,6 +16,7 @@ from tests.support import replays
 from tests.support.models import letters_tokenizer
 from tests.support.replays import Rounds, brought, rounds_of, texts_of
 from tests.support.rings import nightly, slow
+from tests.support.training import letters, options_for, silent
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,7 +26,7 @@ from paceline.config.local import TargetModel
 from paceline.drafters.heads.load import open_head
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.streaming import load_streams, open_streams
-from paceline.drafters.training.options import HeadForm, Schedule, TrainingOptions
+from paceline.drafters.training.options import HeadForm, Schedule
 from paceline.drafters.training.replay import Agreement
 from paceline.drafters.training.run import train_head
 from paceline.local import LocalPipeline
@@ -38,10 +38,6 @@ from paceline.types import Mode, SamplingParams, SpeculationParams
 FAST = ("dflash", "speculative_streaming")
 SLOW = ("eagle", "mlp_speculator")
 DEPTHS, STEPS, NUM_TEXTS, PROMPT, NEW = 3, 200, 10, 8, 60
-
-
-def silent(stage: str, done: int, total: int, note: str = "") -> None:
-    """Shows nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +55,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def letters(count: int, seed: int) -> list[str]:
-    draw = random.Random(seed)
-    return ["".join(draw.choices(string.ascii_lowercase, k=40)) for _ in range(count)]
 
 
 FORMS = {
@@ -131,26 +122,12 @@ NIGHTLY = [kind for kind in FORMS if kind not in (*FAST, *SLOW)]
 @pytest.fixture(scope="module", params=[*FAST, *slow(SLOW), *nightly(NIGHTLY)])
 def trained(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A head of that target; its folder has the name of its method."""
-    folder = tmp_path_factory.mktemp("head")
-    data = folder / "texts.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in letters(200, 0)), encoding="utf-8")
-    options = TrainingOptions(
-        form=FORMS[request.param],
-        target=str(target),
-        data=[data],
-        out=folder / request.param,
-        schedule=Schedule(STEPS, batch_rows=4, learning_rate=4e-3),
-        num_tokens=128 * 40,
-        length=40,
-        prompt_tokens=PROMPT,
-        temperatures=(0.0, 1.0),
-        held_out_rows=16,
-        device="cpu",
-        dtype="float32",
-    )
+    out, schedule = tmp_path_factory.mktemp("head") / request.param, Schedule(STEPS, batch_rows=4, learning_rate=4e-3)
+    sizes = {"texts": 200, "rows": 128, "length": 40, "prompt_tokens": PROMPT, "held_out_rows": 16}
+    options = options_for(FORMS[request.param], target, out, schedule, temperatures=(0.0, 1.0), **sizes)
     report = train_head(options, silent)
     assert report.figures[0].greedy.accepted_per_round(DEPTHS) > 1.0
-    return folder / request.param
+    return out
 
 
 def head_options(source: Path) -> HeadOptions:

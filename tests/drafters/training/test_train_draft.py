@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.drafters.training.test_served import letters, silent, target  # noqa: F401
+from tests.drafters.training.test_served import target  # noqa: F401
 from tests.support.models import letters_tokenizer, random_model
+from tests.support.training import letters, options_for, silent
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
@@ -20,7 +21,7 @@ from paceline.cli.main import main
 from paceline.config import LocalConfig
 from paceline.drafters.training.chats import written_chats
 from paceline.drafters.training.draft_model import vocabulary_of
-from paceline.drafters.training.options import DRAFT_MODEL, HeadForm, Schedule, TrainingOptions
+from paceline.drafters.training.options import DRAFT_MODEL, HeadForm, Schedule
 from paceline.drafters.training.run import train_head
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
@@ -33,24 +34,9 @@ EAGER = {"dtype": "float32", "device": "cpu", "compile": False}
 @pytest.fixture(scope="module")
 def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     """A draft of one of the target's two layers, without some of its pairs of letters."""
-    folder = tmp_path_factory.mktemp("draft")
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in letters(60, 0)), encoding="utf-8")
-    options = TrainingOptions(
-        HeadForm(DRAFT_MODEL, depths=3, num_layers=1, draft_vocab_size=260),
-        str(target),
-        [data],
-        folder / "draft",
-        Schedule(150, 2, 3e-3),
-        num_tokens=60 * 64,
-        length=64,
-        prompt_tokens=8,
-        held_out_rows=8,
-        device="cpu",
-        dtype="float32",
-    )
-    train_head(options, silent)
-    return folder / "draft"
+    form, out = HeadForm(DRAFT_MODEL, depths=3, num_layers=1, draft_vocab_size=260), tmp_path_factory.mktemp("x") / "d"
+    train_head(options_for(form, target, out, Schedule(150, 2, 3e-3), texts=60, rows=60, length=64), silent)
+    return out
 
 
 def test_a_trained_draft_is_served_with_its_own_tokens(target: Path, trained: Path) -> None:  # noqa: F811

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.models import letters_tokenizer, random_model
+from tests.support.refusals import refusal_of
 from torch import Tensor
 
 from paceline.checkpoint.files import Checkpoint
@@ -195,44 +196,40 @@ def loaded_report(options: TrainingOptions) -> Report:
     return evaluate(head, teacher_of(model), FeatureCache(options.cache / "held_out", rows), options, STEPS, silent)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one sentence that a command ends with."""
-    assert main(["train-head", *map(str, arguments)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("paceline: ")
+def test_bad_input_is_one_sentence(target: Path, data: Path, tmp_path: Path) -> None:
+    def refused(*arguments: object) -> str:
+        return refusal_of("train-head", *map(str, arguments)).removeprefix("paceline: ")
 
-
-def test_bad_input_is_one_sentence(capsys, target: Path, data: Path, tmp_path: Path) -> None:
     out = ("--target", target, "--out", tmp_path / "out")
-    assert refused(capsys, "medusae", *out) == (
+    assert refused("medusae", *out) == (
         "KIND is 'medusae': it must be one of dflash, dspark, jetspec, eagle, eagle3, peagle, early_exit, medusa, "
         "mlp_speculator, mtp, speculative_streaming"
     )
-    assert refused(capsys, "mtp", *out).startswith("--data is missing")
-    assert "cannot be read" in refused(capsys, "mtp", *out, "--data", tmp_path / "nowhere")
+    assert refused("mtp", *out).startswith("--data is missing")
+    assert "cannot be read" in refused("mtp", *out, "--data", tmp_path / "nowhere")
     whole = (*out, "--data", data)
-    assert "must be from 1 to 300" in refused(capsys, "eagle3", *whole, "--draft-vocab-size", 301)
-    assert "is for mtp, eagle3, peagle: medusa has" in refused(capsys, "medusa", *whole, "--draft-vocab-size", 30)
-    assert "must be from 0 to 1" in refused(capsys, "eagle3", *whole, "--boundaries", 0, 2, "--device", "cpu")
-    assert "must be from 1 to 1" in refused(capsys, "dflash", *whole, "--boundaries", 0, "--device", "cpu")
+    assert "must be from 1 to 300" in refused("eagle3", *whole, "--draft-vocab-size", 301)
+    assert "is for mtp, eagle3, peagle: medusa has" in refused("medusa", *whole, "--draft-vocab-size", 30)
+    assert "must be from 0 to 1" in refused("eagle3", *whole, "--boundaries", 0, 2, "--device", "cpu")
+    assert "must be from 1 to 1" in refused("dflash", *whole, "--boundaries", 0, "--device", "cpu")
     for boundaries in ((), ("--boundary", 1, 1)):
         for kind, side in (("early_exit", "below"), ("speculative_streaming", "from")):
-            assert refused(capsys, kind, *whole, *boundaries, "--device", "cpu") == (
+            assert refused(kind, *whole, *boundaries, "--device", "cpu") == (
                 f"--boundary is missing: name one, the layers {side} it draft"
             )
-    assert "reads the last state alone" in refused(capsys, "mtp", *whole, "--boundary", 1, "--device", "cpu")
-    assert "--layers is 0" in refused(capsys, "dflash", *whole, "--layers", 0)
-    assert "--rank is 0" in refused(capsys, "speculative_streaming", *whole, "--rank", 0)
-    assert "--anchors is 0" in refused(capsys, "dflash", *whole, "--anchors", 0)
-    assert "--inner-dim is for mlp_speculator and early_exit" in refused(capsys, "mtp", *whole, "--inner-dim", 9)
-    assert "is for medusa" in refused(capsys, "mtp", *whole, "--own-lm-head")
-    assert "--steps is 0" in refused(capsys, "mtp", *whole, "--steps", 0)
-    assert "--length is 60" in refused(capsys, "mtp", *whole, "--length", 60)
-    assert "numbers with commas" in refused(capsys, "mtp", *whole, "--temperatures", "hot")
+    assert "reads the last state alone" in refused("mtp", *whole, "--boundary", 1, "--device", "cpu")
+    assert "--layers is 0" in refused("dflash", *whole, "--layers", 0)
+    assert "--rank is 0" in refused("speculative_streaming", *whole, "--rank", 0)
+    assert "--anchors is 0" in refused("dflash", *whole, "--anchors", 0)
+    assert "--inner-dim is for mlp_speculator and early_exit" in refused("mtp", *whole, "--inner-dim", 9)
+    assert "is for medusa" in refused("mtp", *whole, "--own-lm-head")
+    assert "--steps is 0" in refused("mtp", *whole, "--steps", 0)
+    assert "--length is 60" in refused("mtp", *whole, "--length", 60)
+    assert "numbers with commas" in refused("mtp", *whole, "--temperatures", "hot")
     (tmp_path / "bad.jsonl").write_text('{"words": 1}\n', encoding="utf-8")
-    assert "bad.jsonl:1 is no object" in refused(capsys, "mtp", *out, "--data", tmp_path / "bad.jsonl")
+    assert "bad.jsonl:1 is no object" in refused("mtp", *out, "--data", tmp_path / "bad.jsonl")
     (tmp_path / "one.txt").write_text("abc", encoding="utf-8")
-    assert "holds one document" in refused(capsys, "mtp", *out, "--data", tmp_path / "one.txt")
+    assert "holds one document" in refused("mtp", *out, "--data", tmp_path / "one.txt")
 
 
 def test_a_folder_of_another_training_or_other_features_is_refused(options: Make, tmp_path: Path) -> None:

@@ -35,16 +35,20 @@ from paceline.model.attention.kernels import choose_kernel
 from paceline.model.attention.schedule import SPLIT, Seen, num_splits
 from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.kv_cache import FP8, LayerSpec, from_pages, to_fp8
-from paceline.model.loading import load_model, prepare
+from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-_CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+if HAS_TRITON:
+    from paceline.model.attention import triton as kernel
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not _CAN_RUN, reason="needs triton and a GPU, or TRITON_INTERPRET=1"
+    not (IS_INTERPRETED or (HAS_TRITON and torch.cuda.is_available())),
+    reason="needs triton and a GPU, or TRITON_INTERPRET=1",
 )
 GPU = {
     "device_type": "cuda",
@@ -56,6 +60,10 @@ GPU = {
     "no_native": None,
 }
 CPU = GPU | {"device_type": "cpu", "capability": None}
+ONE_LAYER = LlamaConfig(
+    vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    intermediate_size=32,
+)  # fmt: skip
 
 
 def test_the_choice() -> None:
@@ -73,35 +81,24 @@ def test_the_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("wanted", "change", "reason"),
     [
-        ({"device_type": "cpu", "capability": None}, "runs on CUDA only, and the model is on device 'cpu'"),
-        ({"capability": (7, 5)}, "needs compute capability 8.0, and the device has 7.5"),
-        ({"dtype": torch.float64}, "takes float32, float16 and bfloat16, and the model has float64"),
-        ({"layers": [LayerSpec(1, 577, 0)]}, "takes keys of up to 576 numbers, and the model has 577"),
-        ({"layers": [LayerSpec(8, 128, 513)]}, "takes values of up to 512 numbers, and the model has 513"),
-        ({"indexed": True}, "attends to all keys, and an indexer of the model chooses some"),
-        ({"no_triton": "needs a C compiler"}, "needs a C compiler"),
+        ("triton", CPU, "runs on CUDA only, and the model is on device 'cpu'"),
+        ("triton", {"capability": (7, 5)}, "needs compute capability 8.0, and the device has 7.5"),
+        ("triton", {"dtype": torch.float64}, "takes float32, float16 and bfloat16, and the model has float64"),
+        ("triton", {"layers": [LayerSpec(1, 577, 0)]}, "takes keys of up to 576 numbers, and the model has 577"),
+        ("triton", {"layers": [LayerSpec(8, 128, 513)]}, "takes values of up to 512 numbers, and the model has 513"),
+        ("triton", {"indexed": True}, "attends to all keys, and an indexer of the model chooses some"),
+        ("triton", {"no_triton": "needs a C compiler"}, "needs a C compiler"),
+        ("native", GPU, "runs on the CPU only, and the model is on device 'cuda'"),
+        ("native", CPU | {"dtype": torch.float16}, "takes float32 and bfloat16, and the model has float16"),
+        ("native", CPU | {"no_native": "could not be built"}, "could not be built"),
     ],
 )
-def test_what_cannot_run_is_refused(change: dict, reason: str) -> None:
+def test_what_cannot_run_is_refused(wanted: str, change: dict, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose_kernel("triton", **GPU | change)
-    assert str(caught.value) == f"attention is 'triton', which {reason}: use 'auto' or 'sdpa'"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"device_type": "cuda", "capability": (9, 0)}, "runs on the CPU only, and the model is on device 'cuda'"),
-        ({"dtype": torch.float16}, "takes float32 and bfloat16, and the model has float16"),
-        ({"no_native": "could not be built: there is no C++ compiler"}, "could not be built: there is no C++ compiler"),
-    ],
-)
-def test_what_cannot_run_on_the_cpu_is_refused(change: dict, reason: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        choose_kernel("native", **CPU | change)
-    assert str(caught.value) == f"attention is 'native', which {reason}: use 'auto' or 'sdpa'"
+        choose_kernel(wanted, **GPU | change)
+    assert str(caught.value) == f"attention is {wanted!r}, which {reason}: use 'auto' or 'sdpa'"
 
 
 def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,11 +123,9 @@ def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.L
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs, and products whose rows do not know their neighbors, as on a device."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+    if not IS_INTERPRETED:
         return
     from triton.runtime import interpreter
-
-    from paceline.model.attention import triton as kernel
 
     def dot(self, a, b, d, *_):
         left, right = (_widened(each.data, each.dtype.scalar) for each in (a, b))
@@ -146,13 +141,16 @@ def _widened(data: np.ndarray, dtype: object) -> np.ndarray:
     return (data.astype(np.uint32) << 16).view(np.float32) if str(dtype) == "bf16" else data
 
 
+def walk_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kernel, schedule):
+        monkeypatch.setattr(module, "LEAST_WALKS", 1)
+
+
 def attend(query, keys, values, table, gather, seen, *, sinks=None, scale=0.2, softcap=None, value_scale=1.0):
     """Of queries ``[1, heads, T, dim]``, each of which has one place in ``gather``. ``seen``: or a mask."""
-    from paceline.model.attention.triton import attend_in_place
-
     scatter = gather.flatten().argsort()
     seen = seen if isinstance(seen, Seen) else seen_through(seen)
-    return attend_in_place(query, keys, values, table, gather, scatter, seen, sinks, scale, softcap, value_scale)
+    return kernel.attend_in_place(query, keys, values, table, gather, scatter, seen, sinks, scale, softcap, value_scale)
 
 
 def inputs(rows: int, groups: int, row_len: int, pages: int, key_dim: int, value_dim: int, dtype=torch.float32):
@@ -177,8 +175,6 @@ def inputs(rows: int, groups: int, row_len: int, pages: int, key_dim: int, value
 def test_no_size_of_a_step_makes_triton_compile_another_variant() -> None:
     """Sizes and the places of tables in a packed buffer change from step to step."""
     pytest.importorskip("triton")
-    from paceline.model.attention import triton as kernel
-
     changing = {"row_len", "num_pages", "num_rows", "first_row", "first_place"}
     changing |= {f"{of}_stride" for of in ("head", "token", "key_head", "key_token", "value_head", "value_token")}
     for function in (kernel.partial_results, kernel.combine_results, kernel._write):
@@ -281,8 +277,6 @@ _WINDOW = 9 * SPLIT * PAGE_SIZE - 3
 def test_a_token_has_the_same_bits_in_any_row(window: int | None, groups: int) -> None:
     """Decoded alone, verified beside others, in a prompt's chunk, in a long step and recorded with room: one token's
     context is 10 splits, two more than are fetched together."""
-    from paceline.model.attention.triton import attend_in_place
-
     generator = torch.Generator().manual_seed(0)
     context = 10 * SPLIT * PAGE_SIZE - 3
     num_pages = -(-context // PAGE_SIZE)
@@ -299,7 +293,7 @@ def test_a_token_has_the_same_bits_in_any_row(window: int | None, groups: int) -
             seen.sizes, seen.capacity = None, len(query) * 40
         pages = F.pad(table, (0, 9), value=num_pages).repeat(len(row_lens), 1)
         given = (query.transpose(0, 1)[None], *pools, pages, gather, scatter, seen)
-        out = attend_in_place(*given, None, 0.2, None)[0]
+        out = kernel.attend_in_place(*given, None, 0.2, None)[0]
         ends = torch.tensor(row_lens).cumsum(0) - 1
         found += [out[end] for end in ends.tolist()]
     assert all(torch.equal(each, found[0]) for each in found)
@@ -327,10 +321,7 @@ LATENTS = (576, -512)
 )
 def test_rows_that_are_walked_have_the_bits_of_splits(heads, groups, dims, dtype, blocks, monkeypatch) -> None:
     """In tiles of any size, for each kind of head."""
-    from paceline.model.attention import triton as kernel
-
-    monkeypatch.setattr(kernel, "LEAST_WALKS", 1)
-    monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
+    walk_all(monkeypatch)
     query = torch.empty(1, heads * groups, 1, dims[0], dtype=dtype, device=DEVICE)
     assert kernel.walked_blocks(dtype, groups, dims[0]) == blocks
     for block in {*blocks, 64} if dtype == torch.float32 else blocks:
@@ -341,7 +332,6 @@ def test_rows_that_are_walked_have_the_bits_of_splits(heads, groups, dims, dtype
 @pytest.mark.parametrize("mistake", [None, "large tiles differ", "all walks differ"])
 def test_tiles_of_other_bits_are_not_used(mistake: str | None, monkeypatch, caplog) -> None:
     """A device whose matrix units sum in another order for larger tiles. Mutant: large tiles are used unseen."""
-    from paceline.model.attention import triton as kernel
 
     class Inexact:
         def __getitem__(self, grid):
@@ -356,8 +346,7 @@ def test_tiles_of_other_bits_are_not_used(mistake: str | None, monkeypatch, capl
     walked = kernel.walk_pages
     monkeypatch.setattr(kernel, "walk_pages", Inexact())
     monkeypatch.setattr(kernel, "BLOCKS", {})
-    monkeypatch.setattr(kernel, "LEAST_WALKS", 1)
-    monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
+    walk_all(monkeypatch)
     monkeypatch.setattr(kernel, "NUM_TRIED", 1)
     monkeypatch.setattr(kernel, "can_try", lambda _: True)
     query = torch.empty(1, 4, 1, 32, dtype=torch.float16, device=DEVICE)
@@ -373,8 +362,6 @@ def test_tiles_of_other_bits_are_not_used(mistake: str | None, monkeypatch, capl
 @pytest.mark.parametrize("window", [None, 3 * PAGE_SIZE - 5])
 def test_a_prompt_is_walked_beside_tokens_that_are_decoded(window: int | None, recorded: bool, monkeypatch) -> None:
     """Full rows are walked and others are not, each with the bits that it has alone; padding gets zeros."""
-    from paceline.model.attention import triton as kernel
-
     monkeypatch.setattr(schedule, "LEAST_WALKS", 6)
     generator = torch.Generator().manual_seed(1)
     row_lens, contexts = [16, 3, 16, 1, 16], [400, 300, 416, 90, 432]
@@ -403,8 +390,6 @@ def test_a_prompt_is_walked_beside_tokens_that_are_decoded(window: int | None, r
 @pytest.mark.parametrize("block", [0, 32])
 def test_only_pages_that_are_seen_are_read(block: int, monkeypatch) -> None:
     """What lies before a window and behind the last key may hold anything; a token that sees nothing gets zeros."""
-    from paceline.model.attention import triton as kernel
-
     monkeypatch.setattr(kernel, "walked_block", lambda *_: block)
     monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
     query, keys, values, table, gather, mask = inputs(1, 2, 16, 8, 32, 32)
@@ -423,12 +408,10 @@ def test_only_pages_that_are_seen_are_read(block: int, monkeypatch) -> None:
 @needs_triton
 def test_keys_and_values_are_written_where_they_belong() -> None:
     """A token to several rows, heads in any layout, dimensions that are no power of two, nothing else touched."""
-    from paceline.model.attention.triton import write_in_place
-
     key, value = torch.randn(1, 5, 3, 24, device=DEVICE).transpose(1, 2), torch.randn(1, 3, 5, 40, device=DEVICE)
     pools = [torch.zeros(4, PAGE_SIZE, 3, dim, device=DEVICE) for dim in (24, 40)]
     rows, tokens = [7, 200, 70, 71], [4, 4, 0, 2]
-    write_in_place(key, value, *pools, torch.tensor(rows, device=DEVICE), torch.tensor(tokens, device=DEVICE))
+    kernel.write_in_place(key, value, *pools, torch.tensor(rows, device=DEVICE), torch.tensor(tokens, device=DEVICE))
     for pool, given in zip(pools, (key, value), strict=True):
         flat = pool.flatten(0, 1)
         assert torch.equal(flat[rows], given[0].transpose(0, 1)[tokens])
@@ -439,8 +422,6 @@ def test_keys_and_values_are_written_where_they_belong() -> None:
 def test_numbers_are_rounded_to_fp8_as_everywhere() -> None:
     """Numbers of any size, those between two, those beyond the largest, infinity and NaN, divided by the scale of keys
     or of values; no other row is touched."""
-    from paceline.model.attention.triton import write_in_place
-
     generator = torch.Generator().manual_seed(0)
     every = from_pages(torch.arange(256, dtype=FP8), torch.float32)
     middle = torch.cat(
@@ -452,7 +433,7 @@ def test_numbers_are_rounded_to_fp8_as_everywhere() -> None:
         x = given.to(dtype)
         pools = [torch.zeros(1, PAGE_SIZE, 1, x.shape[-1], dtype=FP8, device=DEVICE) for _ in "kv"]
         rows = torch.arange(16, device=DEVICE)
-        write_in_place(x, x, *pools, rows + 3, rows, scales)
+        kernel.write_in_place(x, x, *pools, rows + 3, rows, scales)
         for pool, scale in zip(pools, scales, strict=True):
             got, want = pool[0, 3:19, 0], to_fp8(x[0, 0].float() / scale)
             is_nan = x[0, 0].isnan()
@@ -469,8 +450,6 @@ def test_numbers_are_rounded_to_fp8_as_everywhere() -> None:
 def test_pages_in_fp8_are_read_as_the_numbers_that_they_stand_for(dims, dtype, monkeypatch) -> None:
     """With the bits of pages of these numbers, by splits and walked, times a scale once they are rounded; every byte
     occurs but those of NaN."""
-    from paceline.model.attention import triton as kernel
-
     monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
     query, keys, values, table, gather, mask = inputs(1, 2, 16, 4, *dims, dtype)
     every = torch.arange(256, dtype=FP8, device=DEVICE)
@@ -489,20 +468,23 @@ def test_pages_in_fp8_are_read_as_the_numbers_that_they_stand_for(dims, dtype, m
 
 @needs_triton
 def test_a_device_compares_tiles_of_pages_in_fp8(monkeypatch) -> None:
-    from paceline.model.attention import triton as kernel
-
-    monkeypatch.setattr(kernel, "LEAST_WALKS", 1)
-    monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
+    walk_all(monkeypatch)
     query = torch.empty(1, 4, 1, 32, dtype=torch.float16, device=DEVICE)
     assert all(kernel.blocks_agree(64, query, 1, dim, fp8=True, most=1) for dim in (32, -16))
+
+
+def runner_of(loaded: LoadedModel, kind: str, library: Library | None = None) -> ModelRunner:
+    cache, window = loaded.runner(6).cache, loaded.sliding_window
+    options = {"kernel": kind, "recorder": None, "max_shapes": 8, "library": library}
+    given = {"dtype": loaded.dtype, "sliding_window": window, "vocab_size": 300}
+    backend = DeviceBackend(cache, loaded.dtype, window, **options)
+    return ModelRunner(Step(loaded.step.model, kind), cache, backend=backend, **given)
 
 
 @needs_triton
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_model_with_a_cache_in_fp8_verifies_what_it_decodes(wrong: bool, monkeypatch) -> None:
     """Mutant: long steps write by another scale."""
-    from paceline.model.attention import triton as kernel
-
     if wrong:
         write = kernel.write_in_place
 
@@ -510,17 +492,10 @@ def test_a_model_with_a_cache_in_fp8_verifies_what_it_decodes(wrong: bool, monke
             write(key * 1.1 if key.shape[2] > 8 else key, value, *rest)
 
         monkeypatch.setattr(kernel, "write_in_place", scaled)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32,
-    )  # fmt: skip
     scales = {0: KVScales(0.4, 0.3)}
-    loaded = prepare(random_model(config).to(DEVICE), compile=False, kv_cache_dtype="fp8", kv_scales=scales)
-    cache, window = loaded.runner(6).cache, loaded.sliding_window
-    backend = DeviceBackend(cache, loaded.dtype, window, kernel="triton", recorder=None, max_shapes=8)
-    step = Step(loaded.step.model, "triton")
-    given = {"dtype": loaded.dtype, "sliding_window": window, "vocab_size": 300, "backend": backend}
-    runner, tokens, pages = ModelRunner(step, cache, **given), prompt(1, 15), cache.allocate(2)
+    loaded = prepare(random_model(ONE_LAYER).to(DEVICE), compile=False, kv_cache_dtype="fp8", kv_scales=scales)
+    runner, tokens = runner_of(loaded, "triton"), prompt(1, 15)
+    pages = runner.cache.allocate(2)
 
     def logits(*ends: int) -> torch.Tensor:
         spans = [range(a, b) for a, b in itertools.pairwise(ends)]
@@ -537,12 +512,9 @@ def test_a_model_runs_on_it(family: str) -> None:
     model = checkpoint(small_config(family)) if family == "minicpm3" else random_model(family)
     loaded = prepare(model.to(DEVICE), compile=False)
     outputs = []
-    for kernel in ("sdpa", "triton"):
-        step, cache = Step(loaded.step.model, kernel), loaded.runner(6).cache
-        given = {"dtype": loaded.dtype, "sliding_window": loaded.sliding_window, "vocab_size": 300}
-        backend = DeviceBackend(cache, loaded.dtype, loaded.sliding_window, kernel=kernel, recorder=None, max_shapes=8)
-        runner = ModelRunner(step, cache, backend=backend, **given)
-        tokens, pages = prompt(1, SLIDING_WINDOW + 50), cache.allocate(2)
+    for kind in ("sdpa", "triton"):
+        runner, tokens = runner_of(loaded, kind), prompt(1, SLIDING_WINDOW + 50)
+        pages = runner.cache.allocate(2)
         spans = [range(70), range(70, 71), range(71, 74)]
         chains = [SequenceStep([tokens[i] for i in span], span, span, pages, len(span)) for span in spans]
         logits = [runner.forward([chain]) for chain in chains]
@@ -558,20 +530,13 @@ def test_a_model_runs_on_it(family: str) -> None:
 def test_a_library_takes_rows_of_its_own_beside_it(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block and a rest of a prompt, and another session's token; results of the library that are off are seen."""
     monkeypatch.setattr(flashinfer, "REQUEST_LEN", PAGE_SIZE)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32,
-    )  # fmt: skip
-    loaded, outputs = prepare(random_model(config).to(DEVICE), compile=False), []
+    loaded, outputs = prepare(random_model(ONE_LAYER).to(DEVICE), compile=False), []
     made = type("Made", (Wrapper,), {"gain": gain})
-    for kernel, library in (("sdpa", None), ("triton", Library(loaded.device, made))):
-        step, cache = Step(loaded.step.model, kernel), loaded.runner(6).cache
-        given = {"dtype": loaded.dtype, "sliding_window": None, "vocab_size": 300}
-        options = {"kernel": kernel, "recorder": None, "max_shapes": 8, "library": library}
-        runner = ModelRunner(step, cache, backend=DeviceBackend(cache, loaded.dtype, None, **options), **given)
-        span, pages = range(PAGE_SIZE + 5), cache.allocate(2)
+    for kind, library in (("sdpa", None), ("triton", Library(loaded.device, made))):
+        runner, span = runner_of(loaded, kind, library), range(PAGE_SIZE + 5)
+        pages = runner.cache.allocate(2)
         chunk = SequenceStep(prompt(1, len(span)), span, span, pages, len(span), num_by_library=PAGE_SIZE)
-        other = SequenceStep([7], [0], [0], cache.allocate(1), 1)
+        other = SequenceStep([7], [0], [0], runner.cache.allocate(1), 1)
         outputs.append(runner.forward([other, chunk]))
     far = (outputs[0] - outputs[1]).abs().amax(1) > 1e-4
     assert far.nonzero().flatten().tolist() == ([] if gain == 1 else [*range(1, 1 + PAGE_SIZE)])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.support.compilers import needs_attention
 from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
-from tests.support.pump import Pump, Request, in_mode, plain_reference
+from tests.support.pump import Pump, Request, in_mode, plain_reference, requests_for
 from tests.support.rings import nightly, slow
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -32,7 +32,7 @@ from paceline.model.selftest import check_invariance
 from paceline.model.shapes import MIN_TOKENS
 from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep, StepPlan
-from paceline.types import Mode, SamplingParams
+from paceline.types import Mode
 
 
 def smallest() -> PreTrainedModel:
@@ -48,12 +48,7 @@ STATES = [Features((0, 1), True), Features((1, 0), True), Features((0, 1), False
 
 
 def requests(vocab_size: int) -> dict[str, Request]:
-    return {
-        f"s{i}": Request(
-            prompt(i, 3 + 40 * i, vocab_size), SamplingParams(temperature=(0, 1)[i % 2], seed=i, max_tokens=16)
-        )
-        for i in range(4)
-    }
+    return requests_for([prompt(i, 3 + 40 * i, vocab_size) for i in range(4)], temperature=[0, 1], max_tokens=16)
 
 
 def same_tokens(compiled: LoadedModel, eager: LoadedModel) -> None:

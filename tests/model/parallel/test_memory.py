@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from tests.model.parallel.ranks import Ranks, follow, load
-from tests.support.models import prompt, save_pair
+from tests.support.models import prompt
 from tests.support.mutants import mutant
-from tests.support.pump import Pump, Request, in_mode
+from tests.support.pump import Pump, Request, in_mode, requests_for
 
 from paceline.errors import RanksLostError
 from paceline.model import loading
@@ -31,10 +31,7 @@ MOST_TOKENS, MOST_PAGES = 8, 2
 
 def requests(*, long: bool) -> dict[str, Request]:
     """Greedy and sampled; ``long``: with one that grows beyond ``MOST_PAGES``."""
-    asked = {
-        f"s{i}": Request(prompt(i, 20 + 9 * i), SamplingParams(temperature=i % 2, seed=i, max_tokens=12))
-        for i in range(4)
-    }
+    asked = requests_for([prompt(i, 20 + 9 * i) for i in range(4)], temperature=[0, 1], max_tokens=12)
     if long:
         asked["long"] = Request(prompt(9, 120), SamplingParams(max_tokens=40))
     return in_mode(asked, Mode.PLAIN)
@@ -73,13 +70,6 @@ def serve(
         pump.target.runner.close()
     texts = {name: result.token_ids for name, result in results.items()}
     return texts, dict(pump.failures)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models")
-    save_pair(folder)
-    return str(folder / "target")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ On the CPU, with a recorder that calls again what it was given. Only ``peers.py`
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.model.parallel.ranks import TIMEOUT_S, Ranks, run_recorded, run_trial
-from tests.support.models import save_pair
 
 from paceline.core import cuda
 from paceline.errors import EngineError, RanksLostError
@@ -23,19 +21,6 @@ from paceline.model.parallel.collectives import DeviceCollectives
 from paceline.model.parallel.runner import RankRunner
 
 COUNTS = [20, 1, 30, 2, 17, 1]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models")
-    save_pair(folder)
-    return str(folder / "target")
 
 
 def run(two: Ranks, path: str, rooms: list[int], late: bool = False) -> list[Any]:
