@@ -1,7 +1,5 @@
 """Lines of a service: whole, about one request, and without anything that a client said."""
 
-from __future__ import annotations
-
 import json
 import logging
 

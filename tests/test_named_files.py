@@ -1,7 +1,5 @@
 """Files that users name: an endless one ends in an error, and there is one way to read them."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The locked packages: each by hash, at the version that is tested, and none that the tree needs is missing."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """``paceline bench compare``: its files, turns, texts, what fails, and standard errors."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

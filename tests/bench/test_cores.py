@@ -1,10 +1,7 @@
 """Targets whose products several cores share, as `paceline bench local --cpu-threads` measures them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -64,9 +61,7 @@ def test_more_threads_than_cores_are_refused_before_the_run() -> None:
 
 
 @pytest.mark.nightly
-def test_the_threads_of_a_run_are_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_threads_of_a_run_are_printed_and_written(tmp_path, capsys, monkeypatch) -> None:
     """A real run in which the target of two threads is another one of one."""
     alone = cores.configs
 

@@ -1,7 +1,5 @@
 """Prompts of files in their forms, and the task groups of the held-out text."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path

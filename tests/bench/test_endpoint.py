@@ -1,7 +1,5 @@
 """`paceline bench endpoint` against a real HTTP server, its faults included."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shlex
@@ -194,9 +192,7 @@ def own_url(tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-def test_our_own_http_interface_is_an_endpoint_like_any_other(
-    own_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_our_own_http_interface_is_an_endpoint_like_any_other(own_url, tmp_path, capsys) -> None:
     prompts, file = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text('{"prompt": "ab"}\n{"prompt": "ba"}\n', encoding="utf-8")
     command = ["bench", "endpoint", own_url, "--prompts-file", str(prompts), "--max-tokens", "6", "--sessions", "2"]

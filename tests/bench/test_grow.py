@@ -1,7 +1,5 @@
 """Growth changes the cost of a model and nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`paceline bench parts host-time --apart`: recorded calls are made again elsewhere, and what differs is an error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

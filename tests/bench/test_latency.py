@@ -1,7 +1,5 @@
 """Latency as clients see it, against numpy on times written down by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

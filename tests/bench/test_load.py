@@ -1,8 +1,6 @@
 """Arrivals of open loads, and what loads do with requests. All draws are seeded: a test fails always or never. Each
 statistical bound would fail a right generator with probability ``FALSE_ALARM``."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`paceline bench parts overlap`: the engine is real, the device a stub that is waited for."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

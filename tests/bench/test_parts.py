@@ -1,7 +1,5 @@
 """``paceline bench parts``: every part has its flags, and ways take turns."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """`paceline bench report`: what is rendered are the numbers of the JSON files."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict
@@ -227,9 +225,7 @@ def test_several_files_and_those_of_earlier_versions(tmp_path: Path) -> None:
         ('{"environment": {}, "settings": {}, "models": {}, "cells": [{}]}', "'configuration'"),
     ],
 )
-def test_a_file_that_is_none_is_named(
-    tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_none_is_named(tmp_path, content, said, capsys) -> None:
     file = tmp_path / "bad.json"
     file.write_text(content, encoding="utf-8")
     assert main(["bench", "report", str(file), "--out", str(tmp_path / "out")]) == 2

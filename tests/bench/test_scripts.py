@@ -1,7 +1,5 @@
 """Every script of ``benchmarks/`` imports, and what those of clusters deploy is valid: no change breaks one unseen."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The soak: what it takes for a leak, what it takes for wrong, and one minute of it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import replace

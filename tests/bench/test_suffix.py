@@ -1,7 +1,5 @@
 """What suffixes bring over prompt lookup on texts of an agent that edits files, by a fixed rule and without a clock."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``paceline bench virtual``: every kind of run, tiny, on the embedded pair."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -1,7 +1,5 @@
 """The embedded pair loads without a warning, round-trips text, fits its size limit and agrees with itself."""
 
-from __future__ import annotations
-
 import sysconfig
 import warnings
 from pathlib import Path
@@ -22,9 +20,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("directory", [TARGET_DIR, DRAFT_DIR], ids=["target", "draft"])
-def test_tokenizer_loads_quietly_and_round_trips(
-    directory: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_tokenizer_loads_quietly_and_round_trips(directory, caplog, capfd) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tokenizer = AutoTokenizer.from_pretrained(directory)

@@ -1,7 +1,5 @@
 """What is known of a checkpoint: the same from its files as from transformers."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import Counter

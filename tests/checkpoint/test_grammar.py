@@ -1,7 +1,5 @@
 """Structured outputs that cannot be compiled, bounds that are met, and what a session's state answers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from random import Random
@@ -375,9 +373,7 @@ def costly_output(monkeypatch: pytest.MonkeyPatch) -> tuple[Grammars, list[int]]
     return grammars, output
 
 
-def test_an_output_is_taken_up_at_any_length_whatever_other_sessions_have_left(
-    costly_output: tuple[Grammars, list[int]],
-) -> None:
+def test_an_output_is_taken_up_at_any_length_whatever_other_sessions_have_left(costly_output) -> None:
     """As a target does that takes over a session, and a router for a stream that is resumed."""
     grammars, output = costly_output
     for length in range(0, len(output), 23):
@@ -400,9 +396,7 @@ def test_drafted_tokens_are_forbidden_only_where_the_mask_says_so(costly_output:
     assert tokens_of(masks[-1]) >= set(range(VOCAB)), "nothing is known below a forbidden token"
 
 
-def test_a_state_that_believes_the_library_is_caught(
-    costly_output: tuple[Grammars, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_believes_the_library_is_caught(costly_output, monkeypatch) -> None:
     monkeypatch.setattr(Matcher, "known_to_allow", lambda self, token_id, place: False)
     with pytest.raises(InvalidRequestError, match="is not the beginning"):
         test_an_output_is_taken_up_at_any_length_whatever_other_sessions_have_left(costly_output)

@@ -3,8 +3,6 @@
 Each form holds the text of an added token: of one that is special, and of one that is not.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Scales of keys and values under the names that published checkpoints have for them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Mutants: no rule for the hub's own paths, for a directory's owner, for endings; 
 ``context_length`` without YaRN, and with the ``factor`` of any kind.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace

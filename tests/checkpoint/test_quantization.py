@@ -1,7 +1,5 @@
 """Which quantized weights run where: each refusal is one sentence with what to do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Python code that comes with a checkpoint: it never runs unless it is trusted, and nobody is asked on a terminal."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -1,7 +1,5 @@
 """Structural tags: what their grammars take and what they refuse, and what is no structural tag."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

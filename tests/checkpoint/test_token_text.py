@@ -1,7 +1,5 @@
 """The bytes of tokens, and incremental text that never breaks a character and loses no space."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

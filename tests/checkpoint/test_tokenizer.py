@@ -1,7 +1,5 @@
 """Tokenizers compared by content, and incremental text that never breaks a character."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

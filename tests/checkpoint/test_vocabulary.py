@@ -1,7 +1,5 @@
 """The tokens that two tokenizers share, and texts of one in the tokens of the other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

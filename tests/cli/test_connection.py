@@ -1,7 +1,5 @@
 """TLS and the API key of ``paceline generate`` and ``paceline status``, against a server that asks for both."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 from tests.security.conftest import Mounted

@@ -3,8 +3,6 @@
 python -m tests.cli.test_distributions      prints the size of each extra with its dependencies
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

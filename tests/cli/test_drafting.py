@@ -3,8 +3,6 @@
 Mutants: ``_names`` that is always true; no look into the target's own directory; a head that does not fit is taken.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flags made of pydantic fields, and the flags that every command has."""
 
-from __future__ import annotations
-
 import argparse
 import enum
 from typing import Any, Literal

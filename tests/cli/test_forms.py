@@ -1,7 +1,5 @@
 """The flags of structured output."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the command line loads, and what it needs to be installed."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The HTTP port of ``serve --local`` on raw sockets: what a request may cost before there is one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -244,9 +242,7 @@ def test_of_too_much_that_is_unread_the_oldest_is_given_up(large: int, monkeypat
 GARBAGE = [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x00" * 100, b"{}"]
 
 
-def test_garbage_is_logged_once_a_minute(
-    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_garbage_is_logged_once_a_minute(port, caplog, monkeypatch) -> None:
     (only,) = local_http._log.filters
     monkeypatch.setattr(only, "last_logged_s", -60.0)  # a minute has passed
     monkeypatch.setattr(only, "num_left_out", 0)

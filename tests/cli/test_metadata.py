@@ -1,7 +1,5 @@
 """The installed metadata: the console script, and the command of the benchmark as an entry point."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import entry_points, requires
 

@@ -1,7 +1,5 @@
 """What is shown of a start, and what to type once it is ready."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """A fake service on the loopback for a module, its script reset for each test, and a blocking client of it."""
 
-from __future__ import annotations
-
 import pytest
 from tests.support.fake_service import FakeService, sentence
 

@@ -1,7 +1,5 @@
 """What the tests of both clients share: a call of either, and the text that the fake service sends."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Errors, deadlines and broken connections, as the callers of both clients see them."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

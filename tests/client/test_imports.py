@@ -1,7 +1,5 @@
 """What importing and using a client loads, in an interpreter of its own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

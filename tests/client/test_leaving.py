@@ -1,7 +1,5 @@
 """Whoever leaves a stream early, in whatever way: it is cancelled on the server, and the iteration ends quietly."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """What a request says when it arrives, and what is refused before it is sent."""
 
-from __future__ import annotations
-
 import pytest
 from tests.client.support import blocking
 

@@ -1,7 +1,5 @@
 """Streams that break after their first token: both clients continue them, no token lost or twice, or say why not."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

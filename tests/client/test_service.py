@@ -1,7 +1,5 @@
 """A client in many threads and tasks, what it says of the service, waiting for one that starts, and TLS."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Chunks and results of both clients, against a real grpc.aio server that says what each test wants."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

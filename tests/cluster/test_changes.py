@@ -1,7 +1,5 @@
 """What deploying a configuration over a running one replaces: the statements of docs/operations.md, computed."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

@@ -1,7 +1,5 @@
 """Connections of gRPC through the real haproxy: routers die and are stopped under clients that know nothing of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

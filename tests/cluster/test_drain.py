@@ -1,7 +1,5 @@
 """Leaving the cluster: what Ray is asked, and when the wait is over."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import time

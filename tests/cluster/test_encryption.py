@@ -1,7 +1,5 @@
 """A router and the proxies before it agree about TLS, or the router does not start."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

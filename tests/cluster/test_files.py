@@ -1,7 +1,5 @@
 """The files under cluster/: what Ray, Serve and the clouds' own models say of them, and that they belong together."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

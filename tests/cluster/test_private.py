@@ -1,7 +1,5 @@
 """What ``paceline serve`` keeps to its owner and to its machine, as far as it can be seen without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

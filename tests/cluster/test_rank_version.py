@@ -1,7 +1,5 @@
 """Ranks of one replica run one version of Paceline: its bits are those of one version."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline import __version__

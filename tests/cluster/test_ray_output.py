@@ -1,7 +1,5 @@
 """What Ray says in the process of ``paceline serve`` does not reach its terminal."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

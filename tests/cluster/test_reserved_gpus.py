@@ -1,7 +1,5 @@
 """A replica uses the GPUs that Ray has reserved for it, and no others."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 
@@ -19,9 +17,7 @@ class Reached(Exception):
 
 
 @pytest.mark.parametrize("names", [("3",), ("2", "3"), ("GPU-a1",), ()])
-def test_a_replica_sees_its_own_gpus_where_ray_hides_none(
-    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_sees_its_own_gpus_where_ray_hides_none(names, monkeypatch) -> None:
     """Else the second replica of a host takes the first one's GPU, and one without a GPU takes another's."""
     from paceline.cluster import replicas
 

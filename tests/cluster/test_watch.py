@@ -1,7 +1,5 @@
 """What ends ``paceline serve``: evidence, never silence. A Serve of our own making on a clock of our own."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """What the configuration tells Ray Serve of each pool, bundles for the ranks of a replica included."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Environment variables as configuration: what they set, what wins over them, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

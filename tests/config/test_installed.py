@@ -1,7 +1,5 @@
 """Two wheels of one version are two versions to Serve and ``paceline status``; a source tree has its version alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline import __version__

@@ -4,8 +4,6 @@ Mutants: labels of the target that are not passed on; a draft pool without the l
 that is left out.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

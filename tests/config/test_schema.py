@@ -1,7 +1,5 @@
 """The JSON Schema of configuration files: it takes what the configuration takes, and refuses the rest."""
 
-from __future__ import annotations
-
 import jsonschema
 import pytest
 import yaml

@@ -5,8 +5,6 @@ The fields are found in the types, so a new one is held by these tests. Mutants:
 in ``_WORDS``; ``as_meant`` without lists.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin

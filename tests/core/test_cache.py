@@ -1,7 +1,5 @@
 """The cache of native passes where it cannot be written: a full disk, a file in its place."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 
@@ -15,9 +13,7 @@ SOURCE = Path(native.__file__).with_name("tree.cpp")
 
 
 @pytest.mark.parametrize("call", ["mkdir", "open"])
-def test_a_cache_that_cannot_be_written_is_an_error_of_the_engine(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_an_error_of_the_engine(call, tmp_path, monkeypatch) -> None:
     """Which the callers know: they go on by the reference implementation in Python, as without a compiler."""
 
     def full(*_: object, **__: object) -> None:

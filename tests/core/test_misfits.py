@@ -1,7 +1,5 @@
 """Native functions refuse what does not fit: the process goes on, whatever arrives."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -3,12 +3,9 @@
 Tests of what native functions compute need not ask.
 """
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -59,9 +56,7 @@ def _no_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 @pytest.mark.parametrize("lacking", [_no_headers, _no_cache])
 @pytest.mark.parametrize("module", EXTENSIONS)
-def test_extensions_are_left_to_python_where_they_cannot_be_made(
-    module: ModuleType, lacking: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extensions_are_left_to_python_where_they_cannot_be_made(module, lacking, tmp_path, monkeypatch) -> None:
     lacking(monkeypatch, tmp_path)
     assert module.native_module.__wrapped__() is None  # apart from what this process has loaded
 

@@ -1,7 +1,5 @@
 """Statistics in which old measurements fade, each against its definition."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

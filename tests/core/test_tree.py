@@ -1,7 +1,5 @@
 """The tree equals an obvious twin under any traffic, and using it never biases the output."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import deque
@@ -265,9 +263,7 @@ GOOD_Q = SparseDistribution.of((0, 2), (0.25, 0.75))
         (0, SparseDistribution.of((0, 2), (math.nan, 1e308)), False),
     ],
 )
-def test_rejection_rule_takes_only_nodes_that_can_have_been_drawn(
-    token_id: int, q: SparseDistribution | None, fits: bool
-) -> None:
+def test_rejection_rule_takes_only_nodes_that_can_have_been_drawn(token_id, q, fits) -> None:
     tree = SpeculationTree(VOCAB, 1, rejection=True)
     assert tree.add([Node(1, 0, token_id, 0.5, q=q)]) == Added(added=int(fits), invalid=int(not fits))
     tree.check_integrity()

@@ -1,7 +1,5 @@
 """A drafter and a target whose distributions are fixed functions of the text: cheap, and known exactly."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

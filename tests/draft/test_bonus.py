@@ -1,7 +1,5 @@
 """Rejection rule: a proposal in flight ends with a bonus token, and the draft grows where it expects that one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

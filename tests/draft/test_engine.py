@@ -1,7 +1,5 @@
 """The draft engine against targets that know their own text: whatever happens, it only ever costs time."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -351,9 +349,7 @@ def test_a_context_longer_than_the_draft_holds_ends_its_session_at_once() -> Non
     ],
     ids=["n-gram", "n-gram: the target", "suffix", "model", "model: its positions", "model: its cache"],
 )
-def test_what_is_built_holds_the_longest_context_that_it_can(
-    draft: Any, options: dict[str, int], longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_built_holds_the_longest_context_that_it_can(draft, options, longest, monkeypatch) -> None:
     monkeypatch.setattr(build, "load_model", lambda *given, **how: pair("llama")[1])
     target = TargetSetup(str(TARGET_DIR), TargetOptions(**options))
     setup = DraftSetup.for_target(target, str(DRAFT_DIR) if isinstance(draft, DraftOptions) else None, draft)

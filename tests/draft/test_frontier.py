@@ -4,8 +4,6 @@ Mutants that must fail here: `push_below` without the token ahead; a number that
 the node is in flight; one that is kept over a commit.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

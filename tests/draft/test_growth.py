@@ -1,7 +1,5 @@
 """Each policy expands exactly what its definition says, in its order."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Hints of a target in the middle of a step: what the draft expands sooner, and that nothing else depends on them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

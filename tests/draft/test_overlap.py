@@ -1,7 +1,5 @@
 """Whether drafting ahead of outcomes pays, by the share of accepted tokens that is left then."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.draft.overlap import Overlap
@@ -28,9 +26,7 @@ def measured(
         (2, 4, 0.003, 1 / 2.5, True),
     ],
 )
-def test_it_pays_where_more_is_kept_than_the_time_is_worth(
-    ahead: int, after: int, depth_s: float, needed: float, pays: bool
-) -> None:
+def test_it_pays_where_more_is_kept_than_the_time_is_worth(ahead, after, depth_s, needed, pays) -> None:
     overlap = measured(ahead, after, depth_s)
     assert overlap.kept == pytest.approx(ahead / after)
     assert overlap.needed == pytest.approx(needed)

@@ -1,7 +1,5 @@
 """The native pass that publishes the children of ranked leaves equals what the engine does one by one."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a draft's status says of its drafter: each kind by name, and figures that are those of its counters."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A head in an engine: what it is asked and answers, and what every head must keep to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 python -m tests.drafters.head_files FOLDER      writes them all, each below 1 MB, and the targets that they fit
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

@@ -5,8 +5,6 @@ T + 1 tokens (the last is the anchor) and then the drafted ones. It returns the 
 vocabulary]`` after the anchor and after each drafted token. Nothing here is shared with the package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

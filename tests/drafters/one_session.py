@@ -1,7 +1,5 @@
 """One session at a drafter of the pool, and its text, by which candidates are compared with transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An error ends the sessions at fault and no others (``drafters/growing/blame.py``)."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.drafters.growing.blame import call_for_each

@@ -1,8 +1,6 @@
 """A draft model, with linear layers or without: every node has the logits of its path, whatever grew, was committed or
 dropped."""
 
-from __future__ import annotations
-
 import functools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Calibration learns true hit probabilities, and best-first growth gains from them."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

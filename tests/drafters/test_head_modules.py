@@ -1,7 +1,5 @@
 """Heads as modules: what one step of all of them promises, whatever it computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

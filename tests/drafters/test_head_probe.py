@@ -1,7 +1,5 @@
 """The probe of start-up: heads right by construction pass, and each wrong wiring is named with the right one."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence
@@ -124,9 +122,7 @@ def test_what_the_target_writes_is_its_greedy_text_with_its_states(samples: list
 
 
 @pytest.mark.parametrize("boundaries", [(OUT,), (NUM_LAYERS,), (1, 3, 5)])
-def test_a_head_that_is_wired_rightly_passes(
-    boundaries: tuple[int, ...], samples: list[Sample], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_that_is_wired_rightly_passes(boundaries, samples, caplog) -> None:
     with caplog.at_level(logging.INFO, "paceline"):
         assert examined(samples, head(Knows(samples, {boundaries: NEVER}), boundaries)) is None
     assert (
@@ -219,9 +215,7 @@ def unrolled(drafter: HeadDrafter) -> Tensor:
         ("mtp_deepseek", rf"model\.layers\.{LAYERS}\.eh_proj\.weight", "swap their halves"),
     ],
 )
-def test_norms_and_the_order_of_published_heads_are_tried_and_put_back(
-    name: str, weights: str | None, advice: str, tmp_path: Path, target: Checkpoint
-) -> None:
+def test_norms_and_the_order_of_published_heads_are_tried_and_put_back(name, weights, advice, tmp_path, target) -> None:
     """Each change computes what the same file with the other flag, or with its halves swapped, computes."""
     drafter, other = opened(made(name), tmp_path / "own", target), made(name)
     if weights is None:

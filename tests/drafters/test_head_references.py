@@ -1,7 +1,5 @@
 """MTP modules of latent attention and experts, against the ones that transformers makes of the same files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads in the target: fed in any chunks, on pages, many sessions at once, they compute what one forward computes."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -174,9 +172,7 @@ def test_with_rows_missing_a_head_computes_what_one_forward_of_the_others_does(k
 
 @pytest.mark.parametrize("mutant", [False, True])
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "mtp2", "dflash"])
-def test_what_lies_on_rows_that_are_missing_does_not_matter(
-    kind: str, mutant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_on_rows_that_are_missing_does_not_matter(kind, mutant, monkeypatch) -> None:
     """Rows of other sessions may lie there. The mutant does not know which rows are missing."""
     if mutant:
         monkeypatch.setattr(drafter, "Part", lambda *args, **kwargs: replace(Part(*args, **kwargs), holes=()))

@@ -1,7 +1,5 @@
 """N-grams by the suffix automaton equal a scan of the text."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """A head in the draft pool: fed with fused states it says what it says in the target, and goes on without them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

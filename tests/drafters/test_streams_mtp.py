@@ -4,8 +4,6 @@ says, and no text changes.
 The oracle takes transformers' layer, computes every row anew, and knows nothing of pages.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

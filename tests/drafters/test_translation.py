@@ -1,7 +1,5 @@
 """A draft of another vocabulary: its candidates are those of its model on the same text, as far as both have them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The documentation as a site: built without a warning, every page in its navigation, every link and anchor there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The tokens of plain decoding, which every run must give."""
 
-from __future__ import annotations
-
 import pytest
 from tests.faults.runs import requests
 from tests.support.models import pair

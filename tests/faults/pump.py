@@ -9,8 +9,6 @@ After every tick: engines keep their invariants; where no content was corrupted,
 session's history and the draft's context is the beginning of it; nothing stale is relayed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -1,7 +1,5 @@
 """Runs of the faulty pump with their oracle, and what must have been counted after each fault."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

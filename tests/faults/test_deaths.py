@@ -2,8 +2,6 @@
 exactly once.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

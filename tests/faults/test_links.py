@@ -2,8 +2,6 @@
 ends with the tokens of plain decoding, each exactly once.
 """
 
-from __future__ import annotations
-
 import pytest
 from tests.faults.pump import RATES, FaultyPump
 from tests.faults.runs import LOSSES, NOTICED, STALLS, one_fault, requests, run

@@ -1,7 +1,5 @@
 """Guards against faults, taken away one at a time: each has a mutant without it, which must be caught."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -177,9 +175,7 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[dict[str, Re
 
 
 @pytest.mark.parametrize(("mutant", "check"), MUTANTS, ids=lambda case: getattr(case, "__name__", ""))
-def test_a_mutant_is_caught(
-    monkeypatch: pytest.MonkeyPatch, reference: dict[str, Result], mutant: Any, check: Any
-) -> None:
+def test_a_mutant_is_caught(monkeypatch, reference, mutant, check) -> None:
     """Without the guard the check fails."""
     mutant(monkeypatch)
     with pytest.raises(Exception):  # noqa: B017 - an engine that breaks is as good as a wrong token

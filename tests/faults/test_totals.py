@@ -2,8 +2,6 @@
 stream has the tokens of plain decoding, and its totals are exactly the sums of its chunks.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What each pool needs, by one look at the service after the other."""
 
-from __future__ import annotations
-
 import pytest
 from tests.fleet.fleets import HEARD, fleet
 

@@ -1,7 +1,5 @@
 """Serve's controller follows the newest decision of the monitor, and holds without one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The fleet's sums: each event once, whatever becomes of the processes and of their reports."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Policies compared under one load (``benchmarks/scaling_policies.py``): what its table says holds for other seeds."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks import scaling_policies
 from benchmarks.scaling_policies import LOADS, measure

@@ -1,7 +1,5 @@
 """A pool's size follows its load, and stays put: what is promised of it holds for whatever is measured."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

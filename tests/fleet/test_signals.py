@@ -1,7 +1,5 @@
 """What reports say together, and what an autoscaler makes of them, through the monitor that both live in."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

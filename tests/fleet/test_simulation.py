@@ -4,8 +4,6 @@ Drafts are as busy as they are let and late when they are too few; the wanted si
 and machines do.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """What KubeRay 1.7's operator checks of a RayService beyond its schema, and refuses to act on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The chart's renderings, each made once, and where helm and the testbed are."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

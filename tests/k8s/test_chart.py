@@ -1,7 +1,5 @@
 """The chart: the values that it refuses, where its pods may run, what upgrades change, and a release at a server."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The image: its Dockerfile. The wheel that it installs: tests/cli/test_distributions.py."""
 
-from __future__ import annotations
-
 import io
 import re
 from importlib.metadata import requires

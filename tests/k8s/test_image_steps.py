@@ -6,8 +6,6 @@ frontend, which would fetch hatchling, and chown, which is for root, are stand-i
 ``base-cuda`` change Debian's packages: test_image.py reads them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

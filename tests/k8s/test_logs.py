@@ -1,7 +1,5 @@
 """Logs of replicas reach ``kubectl logs``, and the commands of the pages name containers that there are."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 

@@ -1,7 +1,5 @@
 """What every overlay must hold: placement, the Serve config, confinement, networks, draining."""
 
-from __future__ import annotations
-
 import ipaddress
 import itertools
 import math

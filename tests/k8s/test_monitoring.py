@@ -1,7 +1,5 @@
 """Alerts and dashboard: every metric is one that the service exports, and each alert fires when it should."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Every overlay passes the operator's own checks, and each check refuses a mutant that breaks it alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

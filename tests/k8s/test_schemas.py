@@ -1,7 +1,5 @@
 """Every document against the schema of its kind, strictly: unknown fields and wrong types are errors."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

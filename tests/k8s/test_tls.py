@@ -1,7 +1,5 @@
 """The component that mounts certificates and keys."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

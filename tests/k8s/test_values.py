@@ -1,7 +1,5 @@
 """Every value of the chart says something: another one renders other manifests."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What pods fetch: each script runs in bash against the real parsers of the commands that it calls."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import os

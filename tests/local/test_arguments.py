@@ -1,7 +1,5 @@
 """What LocalPipeline is given: mistakes are refused by name, before anything is started for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sampling parameters that a request leaves out come from generation_config.json, locally and at a router alike."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

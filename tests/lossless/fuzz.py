@@ -8,8 +8,6 @@ one that fails to the least that still does. Commands:
     python -m tests.lossless.fuzz --case '{"target": ...}'
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import functools

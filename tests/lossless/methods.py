@@ -4,8 +4,6 @@ Each row is of an entry in ``paceline.config.methods``; a cell is a run of ``tes
 holds what it claims. A method that reads a checkpoint, or does not get on with a column, has a ``Row`` here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

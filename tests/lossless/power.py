@@ -1,7 +1,5 @@
 """How small a difference between two laws a chi-square test is certain enough to see."""
 
-from __future__ import annotations
-
 import math
 
 from scipy import optimize, stats

@@ -4,8 +4,6 @@ The reference is plain decoding with such a cache: keys and values are divided b
 once, and every reader sees them rounded.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any
@@ -64,9 +62,7 @@ def require_plain_text(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kernel", "draft_dtype"), [("sdpa", "auto"), pytest.param("native", "fp8", marks=needs_attention)]
 )
-def test_any_subtrees_give_the_tokens_of_plain_decoding(
-    kernel: Any, draft_dtype: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_subtrees_give_the_tokens_of_plain_decoding(kernel, draft_dtype, monkeypatch) -> None:
     """Of a draft whose cache is in the dtype of its own option."""
     pump = run(kernel, mixed_batch(1.0), monkeypatch, draft_dtype)
     assert_same(pump.results, reference(kernel))

@@ -1,7 +1,5 @@
 """The differential fuzzer finds no difference; a mistake is found, and shrunk to the sessions that show it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

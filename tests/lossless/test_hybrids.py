@@ -1,7 +1,5 @@
 """Models with linear layers, through both engines: every way of serving gives the tokens of plain decoding."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable
@@ -94,9 +92,7 @@ def _states_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW), *nightly(EACH)])
-def test_preempted_sessions_go_on_from_copies_of_their_states(
-    family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preempted_sessions_go_on_from_copies_of_their_states(family, dtype, num, monkeypatch) -> None:
     """Of pages that others hold, or that nobody has taken yet."""
     preempt_sessions(family, dtype, num, monkeypatch)
 
@@ -154,9 +150,7 @@ def test_a_cascade_that_is_its_target_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW[:3]), *nightly(EACH)])
-def test_drafts_that_lose_their_sessions_give_identical_tokens(
-    family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_that_lose_their_sessions_give_identical_tokens(family, dtype, num, monkeypatch) -> None:
     """Commits get lost, so sessions are opened again from their tokens; subtrees of any kind are verified."""
     draw = random.Random(5)
 

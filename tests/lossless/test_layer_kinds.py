@@ -1,7 +1,5 @@
 """Models of each kind of layer, through both engines: every way of serving has the tokens of plain decoding."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Its bits differ from our kernels'. A test could miss that, so here all of its re
 with the other sign: what is computed in the other way even once changes the text. On the CPU, with references of both.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

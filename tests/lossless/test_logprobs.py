@@ -1,7 +1,5 @@
 """Log probabilities of the likeliest tokens: whatever was proposed, those of plain decoding, to the bit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Proposals from a session's own text change no text: identity with plain decoding, and mutants that break it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ The fast ring runs each column at least once, the slow ring every method at leas
 ring all cells.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
@@ -410,9 +408,7 @@ def _one_position_late(patch: pytest.MonkeyPatch, drafter: Any) -> None:
 
 
 @pytest.mark.parametrize("name", slow(["plugin", "suffixes, in the target"]))
-def test_a_drafter_that_is_one_position_late_is_noticed(
-    name: str, files: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_is_one_position_late_is_noticed(name, files, installed, monkeypatch) -> None:
     """Its text stays plain's and some of its tokens are accepted, but too few."""
     plugin = importlib.import_module("my_drafters").Bigrams
     _one_position_late(monkeypatch, plugin if name == "plugin" else SuffixDrafter)

@@ -3,8 +3,6 @@
 Each test runs in a process of its own, whose package is this one and that file.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Log probabilities of prompts: those of transformers, however the prompt was computed."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence
@@ -99,9 +97,7 @@ def test_they_are_those_of_transformers(family: str) -> None:
     assert not any(one.prompt_logprobs for one in plain.values())
 
 
-def test_they_have_the_same_bits_however_the_prompt_is_computed(
-    expected: dict[str, Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_have_the_same_bits_however_the_prompt_is_computed(expected, monkeypatch) -> None:
     """In any chunks, beside others, after preemptions, with a draft under either rule, with few rows to a step."""
     runs = {
         "beside others": Pump(*pair("llama"), seed=2),

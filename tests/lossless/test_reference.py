@@ -1,7 +1,5 @@
 """Both engines against the algorithm in fifty lines (``core/reference.py``): identical tokens, whatever is proposed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Each row of ``DRAFTERS`` is a way to draft; a mistake in a q, or in what is proposed, must be seen in its law.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A stream that broke anywhere and was resumed from its tokens, through both real engines: the rest is the same."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Parameters that end a text or describe it, through both engines: the same in every mode, and what users of other
 servers expect."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

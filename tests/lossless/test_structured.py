@@ -4,8 +4,6 @@ Grammars are compiled by the production code; models have random weights, so tha
 say by themselves is allowed.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -123,9 +121,7 @@ def reference(count: int, temperature: float) -> dict[str, Result]:
 @pytest.mark.parametrize(
     ("temperature", "count"), [(1.0, 20), *slow([(0.0, 20)]), *nightly([(0.0, 200), (0.7, 200), (1.0, 200)])]
 )
-def test_any_form_gives_the_tokens_of_plain_decoding(
-    temperature: float, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_form_gives_the_tokens_of_plain_decoding(temperature, count, monkeypatch) -> None:
     """Chains, then subtrees, among preemptions, late nodes and other sessions; every complete output has its form."""
     requests, expected = requests_of(count, temperature), reference(count, temperature)
     assert check_forms(requests, expected) >= count // 2

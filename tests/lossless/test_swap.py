@@ -4,9 +4,6 @@ Eager and compiled steps differ in the last bits, which a test could miss. Here 
 whatever of one kind reaches a session of the other changes its text.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -140,9 +137,7 @@ def _shares_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mistake", [_swaps_in_the_middle, _shares_pages])
-def test_a_swap_in_the_middle_of_a_session_is_caught(
-    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_swap_in_the_middle_of_a_session_is_caught(mistake, monkeypatch) -> None:
     """Mutants of the comparison above."""
     mistake(monkeypatch)
     with pytest.raises(AssertionError, match=r"^(early|late)\d"):

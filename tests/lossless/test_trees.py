@@ -1,7 +1,5 @@
 """Plain decoding, chains and subtrees give one text; a branch that is taken wrongly gives another."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """The spans of a replica's sessions, from the messages of its engine alone."""
 
-from __future__ import annotations
-
 import pytest
 from opentelemetry.trace import StatusCode
 from tests.support.spans import SPAN_ID, TRACE_ID, TRACEPARENT, Recorded, values

@@ -1,7 +1,5 @@
 """What a process counts: names, units, and that every event reaches every series that shows it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The metrics page as its readers know it: names, labels, buckets, help lines, order and numbers, byte for byte."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Spans on their way to a collector, over real sockets; one that is not there is nobody's trouble."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Llama 4: attention in chunks and a temperature by position, at and across the borders of chunks and pages."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Mutants: a rank that takes the scales from the beginning of the tensor, or those
 order; zero points of GPTQ as they are stored; the offset of packed integers left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

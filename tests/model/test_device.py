@@ -1,7 +1,5 @@
 """A GPU that torch cannot use is no reason to run on the CPU in silence."""
 
-from __future__ import annotations
-
 import subprocess
 from types import SimpleNamespace
 

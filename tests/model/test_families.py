@@ -1,7 +1,5 @@
 """Every family that transformers has a tensor-parallel plan for: what it does with us, or why it is refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

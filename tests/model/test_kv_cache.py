@@ -1,7 +1,5 @@
 """Pages and prefixes: ownership under random use, eviction order, hash chains."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

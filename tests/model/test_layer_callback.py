@@ -1,7 +1,5 @@
 """States heard in the middle of a step: the right ones, in time, of eager and of compiled steps."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

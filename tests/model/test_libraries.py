@@ -1,7 +1,5 @@
 """Torch's products on processors with AMX: once ``keep_order`` has run, their bits depend on no number of rows."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

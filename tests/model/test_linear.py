@@ -1,12 +1,10 @@
 """Linear layers: transformers' numbers, and the bits of decoding one token at a time, whatever a step holds."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -23,7 +21,6 @@ from tests.target.test_branches import random_subtree
 from torch import Tensor
 
 from paceline.checkpoint.linear import LinearSpec, Slots
-from paceline.config.engines import Quantization
 from paceline.core.tree import Proposal
 from paceline.errors import EngineError
 from paceline.model.kv_cache import page_hash
@@ -193,9 +190,7 @@ def test_any_tree_has_the_bits_of_decoding(family: str, dtype: torch.dtype, cont
     ("family", "dtype", "quantization"),
     [("qwen3_5_text", BF16, "int8"), *slow([("nemotron_h", FP32, "int4"), ("kimi_linear", BF16, "int8")])],
 )
-def test_quantized_weights_have_the_bits_of_decoding(
-    family: str, dtype: torch.dtype, quantization: Quantization
-) -> None:
+def test_quantized_weights_have_the_bits_of_decoding(family, dtype, quantization) -> None:
     """And logits that are near those of plain weights."""
     model, plain = checkpoint(hybrid_config(family)).to(dtype), hybrid(family, dtype).runner(4)
     round_linear(model, quantization, torch.device("cpu"), family)
@@ -372,9 +367,7 @@ def _no_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mutant", [_reused_in_the_step, _no_dependencies])
-def test_wrong_groups_are_noticed(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_groups_are_noticed(mutant, monkeypatch) -> None:
     mutant(monkeypatch)
     assert any(conflicts(made) or len(made.groups()) != 3 for made in _made(3))
 
@@ -525,9 +518,7 @@ OF_SLOTS = [_no_state_for_siblings, _also_writes_one_place, _rows_of_siblings, _
         ("minimax", _from_the_first_token),
     ],
 )
-def test_mistakes_are_noticed(
-    family: str, mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_noticed(family, mutant, monkeypatch) -> None:
     """By bits, or by a state that is no longer there."""
     runner_of.cache_clear()
     mutant(monkeypatch)
@@ -564,8 +555,6 @@ def test_steps_without_a_limit_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("mutant", slow(IN_THE_SELF_TEST))
-def test_the_self_test_notices_mistakes(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_test_notices_mistakes(mutant, monkeypatch) -> None:
     mutant(monkeypatch)
     assert not check_invariance(poison(hybrid("qwen3_5_text", FP32).runner(16)), 160, 64).holds

@@ -1,7 +1,5 @@
 """The last layer's MLP for the tokens whose logits are wanted: the same logits, of fewer tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.support.models import FAMILIES, prompt, random_model

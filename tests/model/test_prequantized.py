@@ -1,7 +1,5 @@
 """Checkpoints whose quantized weights are transformers' and a package's: they run on the CPU, with the same promise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

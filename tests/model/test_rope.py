@@ -1,7 +1,5 @@
 """LongRoPE: one set of rotary factors for all sessions of a service, which is transformers' on that side."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

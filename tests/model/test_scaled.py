@@ -5,8 +5,6 @@ is tested in ``test_scaled_triton.py``. Mutants: a rank that takes the scales of
 two experts exchanged.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -63,9 +61,7 @@ def logits_of(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_kept_weights_are_those_of_the_dequantized_checkpoint(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_weights_are_those_of_the_dequantized_checkpoint(name, tmp_path, monkeypatch) -> None:
     """On one rank and on two, whose halves of 320 neurons begin in the middle of a block: these have smaller groups."""
     write_packed(tmp_path, name)
     plain, of_two = logits_of(tmp_path), logits_of_two(str(tmp_path))
@@ -135,9 +131,7 @@ def test_a_gpu_holds_what_is_counted(name: str, tmp_path: Path, monkeypatch: pyt
     ("family", "format", "num_kept"),
     [("deepseek_v3", "fp8, blocks", 16), ("qwen3_next", "fp8, blocks", 17), ("deepseek_v3", "pack-quantized", 16)],
 )
-def test_families_that_are_published_quantized(
-    family: str, format: str, num_kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_families_that_are_published_quantized(family, format, num_kept, tmp_path, monkeypatch) -> None:
     """Experts are never dequantized as a whole; what others read head by head is."""
     write_packed(tmp_path, format, small_config(family))
     plain, of_two = logits_of(tmp_path), logits_of_two(str(tmp_path))
@@ -245,9 +239,7 @@ def as_stored(order, files, name):
 
 
 @pytest.mark.parametrize("name", ["gptq, ordered", "pack-quantized, ordered"])
-def test_groups_in_any_order_are_kept_by_ranks_with_all_inputs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_in_any_order_are_kept_by_ranks_with_all_inputs(name, tmp_path, monkeypatch) -> None:
     """Half of the inputs has no groups of one size; several ranks are counted as if none of them kept any."""
     write_packed(tmp_path, name)
     of_two, checkpoint = logits_of_two(str(tmp_path)), Checkpoint.open(str(tmp_path))
@@ -279,9 +271,7 @@ def test_an_output_layer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(scaled_layers(tied)) == 14
 
 
-def test_weights_with_scales_beyond_the_kernel_are_dequantized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_with_scales_beyond_the_kernel_are_dequantized(tmp_path, monkeypatch, caplog) -> None:
     """Each format has a bound, beyond which a scale times the factor of its exponents is no finite number."""
     name = "model.layers.1.mlp.up_proj.weight"
     write_packed(tmp_path, "fp8, tensor")
@@ -363,9 +353,7 @@ def test_int4_rounds_each_32_inputs_between_their_bounds(inputs: int) -> None:
     assert bool((layer.weight[weight == 0] == 0).all())
 
 
-def test_a_gpu_without_the_kernel_dequantizes_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_without_the_kernel_dequantizes_and_says_so(tmp_path, monkeypatch, caplog) -> None:
     write_packed(tmp_path, "fp8, tensor", CONFIG)
     monkeypatch.setattr(stored_weights, "why_not_scaled", lambda device, dtype: "needs a C compiler")
     files = load_pretrained(Checkpoint.open(str(tmp_path)), torch.bfloat16)

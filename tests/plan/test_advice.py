@@ -1,7 +1,5 @@
 """The best use of some devices: what is compared, and that nothing better was overlooked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Layouts of the devices of a running service, from what its replicas have measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Certificates and keys before the service starts."""
 
-from __future__ import annotations
-
 import pytest
 from tests.security.conftest import Mounted, digest, write_keys
 

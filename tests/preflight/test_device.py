@@ -1,7 +1,5 @@
 """What a replica refuses before it loads: with the numbers of the device that it finds, and what fits there."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """KV pages by settings and by memory, and how much memory a machine says that it has."""
 
-from __future__ import annotations
-
 import pytest
 from tests.support.models import pair
 

@@ -1,7 +1,5 @@
 """What a check of this machine must not let through: no tokenizer, no way to fetch a model, no GPU."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Sessions to test, and the outcomes that their target sends."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from paceline.messages import Outcome

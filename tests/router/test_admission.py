@@ -1,7 +1,5 @@
 """Requests on their way in: long prompts are tokenized where no stream waits, lengths fit, faults are the client's."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -85,9 +83,7 @@ async def test_a_request_is_cancelled_by_its_id_while_its_prompt_is_tokenized(mo
         assert not router.entering
 
 
-async def test_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(monkeypatch) -> None:
     async with slow_router(monkeypatch, World(4)) as (router, tokenizer):
         long = await started(router, tokenizer, Request("long", LONG))
         long.cancel()
@@ -128,9 +124,7 @@ async def test_the_default_length_is_what_the_prompt_leaves(monkeypatch: pytest.
                 await result_of(router, Request("b", "x" * 4092, sampling))
 
 
-async def test_a_request_that_an_engine_finds_at_fault_is_tried_nowhere_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_request_that_an_engine_finds_at_fault_is_tried_nowhere_else(monkeypatch) -> None:
     without_sockets(monkeypatch)
     world = World(4, 4)
     async with world.router() as router:

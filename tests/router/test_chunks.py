@@ -3,11 +3,8 @@
 Five rounds of a stream come at once, so that the clock decides nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -122,9 +119,7 @@ async def test_clients_of_http_get_the_same_in_fewer_events(monkeypatch: pytest.
     ],
     ids=["cancel", "error"],
 )
-async def test_what_was_decided_before_an_end_comes_before_it(
-    monkeypatch: pytest.MonkeyPatch, end: Callable[[GenerationService], Any], reason: Any
-) -> None:
+async def test_what_was_decided_before_an_end_comes_before_it(monkeypatch, end, reason) -> None:
     """The end comes while rounds wait for the longest window that there is."""
     without_sockets(monkeypatch)
     world, tokens, ended = World(4), list[int](), False

@@ -1,7 +1,5 @@
 """Sessions beyond those for which their target wants drafts: they have none, also before the target says so itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -105,9 +103,7 @@ async def test_drafts_are_given_when_so_many_have_ended_that_they_are_wanted(mon
 
 
 @pytest.mark.parametrize("gone", ["target", "draft"])
-async def test_what_a_replica_that_is_gone_has_led_to_does_not_hold_for_the_next(
-    gone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_replica_that_is_gone_has_led_to_does_not_hold_for_the_next(gone, monkeypatch) -> None:
     async with crowd(monkeypatch) as burst:
         await burst.come("a")
         burst.wish(False, 0)

@@ -92,9 +92,7 @@ async def changes_of(*loads: int) -> int:
 
 
 @pytest.mark.parametrize("any_heartbeat", [False, True])
-async def test_sessions_are_placed_again_only_when_room_appears_or_goes(
-    any_heartbeat: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sessions_are_placed_again_only_when_room_appears_or_goes(any_heartbeat, monkeypatch) -> None:
     """Not at each of the heartbeats, of which a router gets hundreds a second; the mutant does so."""
     if any_heartbeat:
         monkeypatch.setattr(Link, "standing", property(lambda self: object()))

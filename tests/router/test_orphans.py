@@ -1,7 +1,5 @@
 """Sessions whose target is lost: they wait for room as long as another target lives, and go before new requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

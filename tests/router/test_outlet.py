@@ -1,7 +1,5 @@
 """Chunks of one client that leave together, by a clock that the test sets."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -48,9 +48,7 @@ async def begun(world: World, router: Router) -> tuple[asyncio.Task, Target, Tar
 
 
 @pytest.mark.parametrize("timeout_s", [30.0, 0.0])
-async def test_a_drain_tells_where_pages_are_and_keeps_the_target_until_the_next_token(
-    timeout_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_drain_tells_where_pages_are_and_keeps_the_target_until_the_next_token(timeout_s, monkeypatch) -> None:
     without_sockets(monkeypatch)
     world = World(1, 1)
     async with world.router(page_move_timeout_s=timeout_s) as router:

@@ -1,7 +1,5 @@
 """A wave of Cancels for requests that are with other routers: few questions, bounded answers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

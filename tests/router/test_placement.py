@@ -3,8 +3,6 @@
 And which draft: one on the node of the target, unless it is far busier.
 """
 
-from __future__ import annotations
-
 import asyncio
 from random import Random
 from types import SimpleNamespace

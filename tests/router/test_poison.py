@@ -1,7 +1,5 @@
 """Sessions under which one target after another hangs or dies are ended, and they alone."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any
@@ -158,9 +156,7 @@ async def test_the_poison_of_one_router_ends_no_session_of_another(places: tuple
         assert not other.orphaned
 
 
-async def test_without_the_targets_word_sessions_of_the_other_router_would_be_ended_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_without_the_targets_word_sessions_of_the_other_router_would_be_ended_too(monkeypatch) -> None:
     """The mutant: a target that takes every suspected session."""
     monkeypatch.setattr(Arbiter, "_tries", lambda _: False)
     with pytest.raises(PoisonRequestError):

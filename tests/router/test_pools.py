@@ -1,7 +1,5 @@
 """The contract of pools: a fixed one, and the replicas of a Serve deployment, whose handle is a stand-in."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any

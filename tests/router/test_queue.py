@@ -4,8 +4,6 @@ Mutants: a queue in order of arrival; shares without regard to the places that t
 front when its queue was empty; a full queue that refuses every share.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import replace

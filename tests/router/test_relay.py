@@ -1,7 +1,5 @@
 """A relay's batches: what goes to which engine, in which order, and what is left to the owner."""
 
-from __future__ import annotations
-
 import pytest
 from tests.router.sessions import PROMPT, decode, outcome
 

@@ -1,7 +1,5 @@
 """The hint of a refusal: clients that obey it come back about when there is room for them, whatever the crowd is."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import heapq

@@ -1,7 +1,5 @@
 """Who may cancel a request by its id. A router that says what it is asked; no replica."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The session relay: what it opens, commits, stops, counts and says in the end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

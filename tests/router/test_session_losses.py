@@ -1,7 +1,5 @@
 """What a session does about messages that come twice, late, malformed or never, and about drafts that fail it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A session that continues a broken stream from its tokens: the text, the end and the totals of one stream."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The session relay against simulated engines: delays, failures, duplicates and stale epochs in any order."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

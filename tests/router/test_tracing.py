@@ -1,7 +1,5 @@
 """The spans of requests over a router: where they waited, what each round did, and where they went on."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -4,8 +4,6 @@ A target decides one token per turn for each session that it serves, by a rule o
 beyond its places wait in line. What a test changes is who is up, how many places there are and how fast turns are.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -7,8 +7,6 @@ alone and in columns, and the pickled values of reports. CHECKOUT is the last co
 ``PROTOCOL_VERSION`` is raised, so this file imports nothing of the tests.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

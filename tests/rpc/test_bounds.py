@@ -1,7 +1,5 @@
 """What a request may weigh is checked on its bytes and on the lengths of its lists, before anything is made of it."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -96,9 +94,7 @@ HEAVY = [
 
 
 @pytest.mark.parametrize(("message", "kind", "text"), HEAVY, ids=[text for *_, text in HEAVY])
-def test_a_heavy_part_is_refused_before_it_is_parsed(
-    message: GenerateRequest, kind: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heavy_part_is_refused_before_it_is_parsed(message, kind, text, monkeypatch) -> None:
     """Empty entries cost two bytes each and become objects of dozens."""
     parsed: list[int] = []
     monkeypatch.setattr(bounds_module, "parse", lambda *args, **_: parsed.append(1))

@@ -1,7 +1,5 @@
 """Pages on the wire: what is sent comes together again, and nothing else does."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.rpc import pages

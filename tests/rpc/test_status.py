@@ -1,7 +1,5 @@
 """Errors to gRPC statuses and back."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 

@@ -1,7 +1,5 @@
 """Mutual TLS between processes, over real connections: who gets in, and what a renewal changes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ssl

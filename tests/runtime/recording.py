@@ -1,7 +1,5 @@
 """An engine that keeps what it is sent and answers questions, for any connection; a process imports nothing else."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

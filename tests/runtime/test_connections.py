@@ -4,8 +4,6 @@ Messages keep their order in both directions, however large they are; to send ne
 that fails is reported once; what is closed drops what it is sent. Each mutant breaks the contract of one row.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.runtime.recording import Build
-from tests.support.mutants import Mutant, mutant
+from tests.support.mutants import mutant
 
 from paceline.messages import CloseSession, OpenSession
 from paceline.router.link import DRAFT, TARGET, Link
@@ -252,9 +250,7 @@ def _nobody_closes(send: Any, worker: Any, messages: Sequence[Any]) -> None:
         (_nobody_closes, frees_what_its_owner_held, "target stream"),
     ],
 )
-async def test_a_mutant_is_noticed(
-    change: Mutant, check: Any, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_mutant_is_noticed(change, check, row, tmp_path, monkeypatch) -> None:
     change(monkeypatch)
     with pytest.raises(AssertionError):
         await check(row, tmp_path)

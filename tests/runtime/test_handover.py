@@ -1,7 +1,5 @@
 """Calls from threads into a loop: all of them, in order, and without giving the interpreter up."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

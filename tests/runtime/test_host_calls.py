@@ -1,7 +1,5 @@
 """Work of others in an engine's thread: between steps, one at a time, and never without an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

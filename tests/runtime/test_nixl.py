@@ -3,8 +3,6 @@
 ``nixl_targets.py`` has NIXL itself, between processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -234,9 +232,7 @@ async def test_memory_that_is_not_registered_is_neither_read_nor_lent() -> None:
         ("host", True, False, HostMemoryMover),
     ],
 )
-def test_the_way_is_chosen(
-    backend: Any, installed: bool, encrypted: bool, chosen: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_way_is_chosen(backend, installed, encrypted, chosen, monkeypatch) -> None:
     monkeypatch.setattr(server, "is_installed", lambda: installed)
     host: Any = SimpleNamespace(call=None)
     certificates: Any = object() if encrypted else None

@@ -4,8 +4,6 @@ The content of a page is a function of its hash, so a page that was read before 
 is recognized. Sessions leave, transfers hang and fail, and the old target dies and comes back.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any

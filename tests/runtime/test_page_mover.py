@@ -3,8 +3,6 @@
 The engines' pages are real, in this thread; the service in ``tests/service/test_moved_pages.py`` is whole.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

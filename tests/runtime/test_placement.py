@@ -1,7 +1,5 @@
 """Which GPUs of one machine a target and its draft own without Ray."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -78,9 +76,7 @@ def test_a_draft_takes_the_first_gpu_that_its_target_leaves_free(
     assert (owned(config, "target"), owned(config, "draft")) == (targets, drafts)
 
 
-def test_both_builders_load_their_model_on_the_device_that_they_have_made_current(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_builders_load_their_model_on_the_device_that_they_have_made_current(monkeypatch) -> None:
     """And ask it, not the first one, for its dtype and its memory."""
     machine = machine_of(monkeypatch, 8)
     config = pair({"device": "cuda:2"}, {"device": "auto"})
@@ -106,9 +102,7 @@ def test_both_builders_load_their_model_on_the_device_that_they_have_made_curren
         (1, "cuda:1", "device is 'cuda:1': this process sees 1 GPUs, so only 'cuda:0' is allowed"),
     ],
 )
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
-    num_gpus: int, device: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(num_gpus, device, reason, monkeypatch) -> None:
     machine_of(monkeypatch, num_gpus)
     with pytest.raises(ConfigError, match=f"^{reason}$"):
         occupy(DraftOptions(device=device))

@@ -1,7 +1,5 @@
 """Workers with small engines: start errors, deaths, and no process left behind; see ``test_connections.py``."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """An authority of the tests, and files as an operator would mount them."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Certificates are taken whole, or the version before stays."""
 
-from __future__ import annotations
-
 import pytest
 from tests.security.conftest import Mounted, write, yesterday
 

@@ -1,7 +1,5 @@
 """API keys and the decision about each call. No socket."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

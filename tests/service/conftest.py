@@ -1,7 +1,5 @@
 """Checkpoints, their plain texts, and the time that no test of the service may exceed."""
 
-from __future__ import annotations
-
 import pytest
 from tests.support.loops import run_test
 from tests.support.models import save_pair

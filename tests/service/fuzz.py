@@ -8,8 +8,6 @@ After each batch: a victim's tokens are those of plain decoding, no session, KV 
 every status is one that names the caller's mistake or limits. Everything follows from the seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

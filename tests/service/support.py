@@ -3,8 +3,6 @@
 Targets are slowed down by a pause in each step, so that streams last long enough to be disturbed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import multiprocessing

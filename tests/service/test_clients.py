@@ -1,7 +1,5 @@
 """The clients against the real service, router and replicas: what they hand out is what one process gives."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

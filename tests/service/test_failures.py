@@ -3,8 +3,6 @@
 Real processes, real signals, real gRPC streams; the coupled rule's tokens are those of plain decoding in one process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 

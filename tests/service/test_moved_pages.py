@@ -1,7 +1,5 @@
 """Sessions of a draining target take their KV pages along, between real processes: the same tokens, once each."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 

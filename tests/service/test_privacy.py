@@ -1,7 +1,5 @@
 """What clients say and are told is in no log line and on no metrics page: not at DEBUG, not when a request fails."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The public gRPC port over real sockets: what is not a request gets a status that says so, reflection and health."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from types import SimpleNamespace

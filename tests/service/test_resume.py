@@ -3,8 +3,6 @@
 Real processes, SIGKILL, real connections; what the streams must be is what plain decoding in one process gives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

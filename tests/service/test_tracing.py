@@ -1,7 +1,5 @@
 """Spans of targets and drafts: real engines, a real router and a client, over real gRPC, in one process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

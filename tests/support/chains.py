@@ -1,7 +1,5 @@
 """Chains of steps, one after the other: the slow twin of ``CompiledPackage.run_chain``."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from typing import Any

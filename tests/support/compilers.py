@@ -4,8 +4,6 @@
 does not compile fails.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import shutil

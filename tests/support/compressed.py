@@ -1,7 +1,5 @@
 """Tiny models of DeepSeek V4, whose layers see entries that stand for several tokens each."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """The public service on a grpc.aio server of its own: the ring's real sockets without Ray, as Serve hosts it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any

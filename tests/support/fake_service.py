@@ -1,7 +1,5 @@
 """A real grpc.aio server in a thread of its own, that says what a test tells it to say."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

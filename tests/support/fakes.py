@@ -1,7 +1,5 @@
 """Stand-ins that many tests need: a clock, an engine without work, a drafter that keeps the texts of its sessions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 Tests skip what is not there.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import zipfile

@@ -4,8 +4,6 @@
 there with the version that is pinned here stays. ``tests/support/zoo.py`` reads them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """FlashInfer without a GPU: its wrapper's arguments, as of version 0.7.4, and what they mean, in torch."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import ModuleType

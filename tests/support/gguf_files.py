@@ -1,7 +1,5 @@
 """GGUF files of tiny models, written by the ``gguf`` package as llama.cpp's converter lays them out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A machine with GPUs, by which ``torch.cuda`` is replaced. Each thread is a process of its own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field

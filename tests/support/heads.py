@@ -6,8 +6,6 @@ each row is what it must be, and with wrong ones if any is not: so its acceptanc
 pages are right, and falls if one of them is off by one anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Tiny models with linear layers, a drafter that knows what their target says, and slots that hold NaN while free."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

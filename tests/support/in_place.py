@@ -1,7 +1,5 @@
 """Attention in place without triton: what the kernel's arguments mean, in torch."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny models whose layers choose keys by indexers, of few heads: many scores are 0, and equal."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

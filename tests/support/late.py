@@ -1,7 +1,5 @@
 """An accelerator in virtual time, in the place of the CPU: it takes steps at once and is done with them later."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A tokenizer whose token ids are letters, for routers and pipelines without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from paceline.checkpoint.token_text import Detokenizer, WindowDetokenizer

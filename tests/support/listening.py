@@ -1,7 +1,5 @@
 """What processes of this machine listen on, as Linux tells it."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

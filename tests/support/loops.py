@@ -1,7 +1,5 @@
 """Tests that are coroutines: each runs to its end in an event loop, and one that hangs says where."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """Mutants: wrong changes of one function, each of which a check must notice."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Native functions and their reference implementations in Python: one switch, one comparison, inputs for both."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

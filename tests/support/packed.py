@@ -4,8 +4,6 @@ Each writer draws codes, scales and zero points at random, returns them under th
 they mean, computed number by number in float64.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

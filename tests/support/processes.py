@@ -1,7 +1,5 @@
 """Processes that tests start: forked from one that has imported torch and transformers, once for a whole run."""
 
-from __future__ import annotations
-
 import multiprocessing
 
 context = multiprocessing.get_context("forkserver")

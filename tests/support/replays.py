@@ -1,7 +1,5 @@
 """What a head brought in the rounds of an engine, and what the trainer's replay says of the same texts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence

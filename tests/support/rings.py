@@ -3,8 +3,6 @@
 The fast ring takes the cases that are listed plainly; those of ``slow`` and ``nightly`` wait for their ring.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any

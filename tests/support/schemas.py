@@ -1,7 +1,5 @@
 """JSON Schemas drawn by a seed, in the mix of public collections, and a vocabulary of JSON's pieces for tiny models."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

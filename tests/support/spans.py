@@ -1,7 +1,5 @@
 """Traces that stay in memory, what is asked of them, and a collector for those that are sent."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

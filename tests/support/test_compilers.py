@@ -1,7 +1,5 @@
 """Without a compiler what needs one is skipped in one line; with one, what does not compile fails."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -95,9 +93,7 @@ def test_with_a_compiler_what_does_not_compile_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("compiler", "headers"), [(True, True), (True, False), (False, True)])
-def test_both_a_compiler_and_the_headers_are_needed(
-    compiler: bool, headers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_a_compiler_and_the_headers_are_needed(compiler, headers, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("paceline.core.native.shutil.which", lambda name: name if compiler else None)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     if headers:

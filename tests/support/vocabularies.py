@@ -1,7 +1,5 @@
 """The embedded draft with other token ids and fewer tokens: a draft of another vocabulary that still drafts well."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -5,8 +5,6 @@ while it is not there. ``MADE`` are small ones that are made here, each for a sh
 over all of them is parametrized by ``EVERY``: large vocabularies, which take seconds to load, wait for the slow ring.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """What the ranks of ``test_flight_ranks.py`` do: the first one serves sessions, and the others take its steps."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

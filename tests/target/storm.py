@@ -1,7 +1,5 @@
 """A storm around a target on an accelerator: sessions leave, drafts and targets die, pages are too few."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

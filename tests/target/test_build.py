@@ -1,7 +1,5 @@
 """What a target does with the verdict of its self-test when it starts."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 
@@ -42,15 +40,7 @@ def setup(source: str, wanted: str, **options) -> TargetSetup:
         ("off", FAILS, "untested", "not tested for batch invariance (batch_invariant is 'off')"),
     ],
 )
-def test_the_verdict_is_logged_and_kept(
-    wanted: str,
-    report: InvarianceReport,
-    verdict: str,
-    said: str,
-    source: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_verdict_is_logged_and_kept(wanted, report, verdict, said, source, monkeypatch, caplog) -> None:
     """By default a target that fails starts and warns; one that is not tested says that."""
     monkeypatch.setattr(build, "check_invariance", lambda *given: report)
     with caplog.at_level(logging.INFO, logger=build.log.name):

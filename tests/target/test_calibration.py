@@ -1,7 +1,5 @@
 """Steps that a target times before its first session are those that its sessions can have."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Cores that a draft lends its target: taken while no session has a draft, given back before one is asked."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -131,9 +129,7 @@ def test_the_thread_that_takes_steps_stays_on_its_own_cores_and_gets_help_from_l
         pytest.param(torch.bfloat16, False, "the model is not compiled", marks=[needs_products, two_cores]),
     ],
 )
-def test_where_products_cannot_be_shared_no_core_is_lent(
-    dtype: torch.dtype, compiles: bool, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_products_cannot_be_shared_no_core_is_lent(dtype, compiles, reason, caplog) -> None:
     model = loaded(dtype, compiles=compiles)
     with caplog.at_level(logging.INFO, "paceline"):
         assert TargetCores.of(1, 0, model) is None

@@ -1,7 +1,5 @@
 """The embedded target's own heads through its engine: what they bring is what the trainer's replay says of the text."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sysconfig

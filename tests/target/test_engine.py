@@ -1,7 +1,5 @@
 """The target engine under random load and under faults: what one session meets never changes another's text."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ row of a session that has ended is committed, pages are freed while a step write
 the device could not decide the one in front, sessions are launched ahead whose tokens need earlier ones.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,12 +3,9 @@
 The mutant: what a step ahead has stored is taken for the context's before its tokens are known.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-import torch
 from tests.lossless.test_hybrids import FAST, SLOW, sessions_of
 from tests.lossless.test_trees import any_subtrees
 from tests.support.known import Known
@@ -38,9 +35,7 @@ def run(sessions: Known, patch: pytest.MonkeyPatch, mode: Mode = Mode.PLAIN, pag
 
 
 @pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW)])
-def test_texts_are_those_of_plain_decoding(
-    family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_those_of_plain_decoding(family, dtype, num, monkeypatch) -> None:
     """With prompts in chunks, shared prefixes, and too few pages."""
     stats = run(sessions_of(family, dtype, num, NUM_TOKENS), monkeypatch).target.stats
     assert stats.steps_ahead > stats.steps / 3

@@ -1,7 +1,5 @@
 """Heads that were paused go on with the sessions that run: what they have missed is told to them, to the row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -170,9 +168,7 @@ def test_the_oracle_notices_a_hole_that_is_not_told(mutate: Callable, monkeypatc
 
 
 @pytest.mark.parametrize("mutant", [False, True])
-def test_a_page_that_a_last_step_has_filled_is_not_taken_for_known(
-    mutant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_a_last_step_has_filled_is_not_taken_for_known(mutant, monkeypatch) -> None:
     """With what a session's last step computes no head is fed: on a page that was another session's before lie rows of
     that one. The mutant goes on with them; the text is plain's all the same."""
     if mutant:

@@ -1,7 +1,5 @@
 """Proposals from a session's own text: what they are, and what they are thought to be worth."""
 
-from __future__ import annotations
-
 import pytest
 from tests.target.simulation import Simulation, gpu_cost
 
@@ -114,9 +112,7 @@ def test_a_text_that_repeats_is_fast_with_a_draft_that_is_not(draft: dict[str, f
 
 
 @pytest.mark.parametrize(("first", "period"), [("drafted", 100), ("looked_up", None)])
-def test_the_proposal_that_is_expected_to_bring_more_is_verified(
-    first: str, period: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_proposal_that_is_expected_to_bring_more_is_verified(first, period, monkeypatch) -> None:
     """The draft is right with probability 0.7: of a text that repeats lookups bring more, of another one the draft.
 
     Both mutants always take one of them first."""

@@ -1,8 +1,6 @@
 """Published heads in a target that is built from its configuration: what they draft is what their module says of the
 target's own states, through prompts in chunks, cached prefixes, batches and preemption, and no text changes."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -111,9 +109,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_published_head_drafts_what_its_module_says(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_head_drafts_what_its_module_says(kind, tmp_path, monkeypatch) -> None:
     file = made(kind)
     folder = file.write(tmp_path / "head")
     target = folder if file.method == "mtp" else tmp_path / "target"
@@ -280,9 +276,7 @@ def own_mtp(folder: Path, without: str = "", **config) -> Path:
     return folder
 
 
-def test_mtp_modules_of_the_target_draft_where_no_head_is_configured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mtp_modules_of_the_target_draft_where_no_head_is_configured(tmp_path, monkeypatch, caplog) -> None:
     source, prompts = own_mtp(tmp_path / "target"), prompts_of(VOCAB)
     monkeypatch.setattr(probe_module, "judge", lambda name, scores, by_chance: None)  # the weights are random
     with caplog.at_level("INFO", "paceline.target.mount"):
@@ -312,9 +306,7 @@ def test_mtp_modules_of_the_target_draft_where_no_head_is_configured(
         ({"without": ".eh_proj.weight"}, {}, "no weight file holds 'model.layers."),
     ],
 )
-def test_mtp_modules_that_cannot_be_run_leave_the_target_as_it_was(
-    config: dict, options: dict, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mtp_modules_that_cannot_be_run_leave_the_target_as_it_was(config, options, why, tmp_path, caplog) -> None:
     source = own_mtp(tmp_path / "target", **config)
     setup = TargetSetup(str(source), TargetOptions(**OPTIONS | options))
     placement = Placement(torch.device("cpu"), torch.float32)
@@ -323,9 +315,7 @@ def test_mtp_modules_that_cannot_be_run_leave_the_target_as_it_was(
     assert why in caplog.text
 
 
-def test_a_target_starts_without_mtp_modules_that_do_not_fit_or_predict_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_target_starts_without_mtp_modules_that_do_not_fit_or_predict_nothing(tmp_path, monkeypatch, caplog) -> None:
     """Both are errors where the head is configured."""
     source, prompts = own_mtp(tmp_path / "target"), prompts_of(VOCAB)
     with pytest.raises(ConfigError, match="head mtp predicts 0"):
@@ -357,9 +347,7 @@ def test_a_draft_model_beside_the_target(tmp_path: Path) -> None:
     assert mounted.head.runner.cache.num_used == 0
 
 
-def test_a_draft_model_beside_the_target_is_warm_before_it_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_beside_the_target_is_warm_before_it_is_timed(tmp_path, monkeypatch) -> None:
     """Else the time in which its first calls compile would count as its own, and pause it. One call has the leaves of
     all sessions, and a step of the target the branches of one."""
     expanded: list[tuple[tuple[int, ...], bool]] = []

@@ -1,7 +1,5 @@
 """Hidden states on their way to a head in the draft pool: which ones, how many bytes, and what is lost with them."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -251,9 +249,7 @@ ALL = [(how, mode) for how in LOSSES for mode in (Mode.SEQUENTIAL, Mode.OVERLAPP
 
 
 @pytest.mark.parametrize(("how", "mode"), [*FAST, *slow([case for case in ALL if case not in FAST])])
-def test_without_all_states_the_text_is_the_same_and_it_is_counted(
-    how: str, mode: Mode, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_all_states_the_text_is_the_same_and_it_is_counted(how, mode, files, monkeypatch) -> None:
     if how != "all dropped":
         monkeypatch.setattr(draft_engine, "LATE_S", 0.0)  # nobody waits, however fast the machine is
     wire = Wire(files, mode, how=how)
@@ -307,9 +303,7 @@ def accepted(files: Path, name: str, temperature: float) -> int:
 
 
 @pytest.mark.slow
-def test_in_sequential_mode_a_head_brings_what_it_brings_in_the_target(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_sequential_mode_a_head_brings_what_it_brings_in_the_target(files, monkeypatch) -> None:
     """States are rounded to bfloat16 on their way, which may change a choice in a hundred. The mutant, states of the
     position before, brings less; so does one that never gets the last state of a round, and goes on with its own."""
     here, there = accepted(files, "MTP", 0.0), accepted(files, "MTP, in the pool", 0.0)
@@ -397,9 +391,7 @@ def within(got: int, bound: tuple[float, float]) -> bool:
 
 
 @pytest.mark.slow
-def test_with_states_missing_a_head_brings_what_the_replay_says_of_its_lag(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_states_missing_a_head_brings_what_the_replay_says_of_its_lag(files, monkeypatch) -> None:
     """What has a lag of l tokens is drafted at depths l + 1 to l + K. The mutant: own states of wrong tokens."""
     fresh, most, lags = lagged(files, monkeypatch, "")
     replay = replayed(fresh)

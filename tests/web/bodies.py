@@ -1,7 +1,5 @@
 """Bodies of requests that follow from a seed: good ones, and what their schemas allow, with a few mistakes."""
 
-from __future__ import annotations
-
 import json
 import random
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Headless Chromium for the tests of the page: Debian's, driven by its own ChromeDriver."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

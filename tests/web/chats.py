@@ -1,7 +1,5 @@
 """A chat model of the tests: a template, a response template, and a service that says what a test wants."""
 
-from __future__ import annotations
-
 import json
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The application on a port of the loopback, over the one-process pipeline."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

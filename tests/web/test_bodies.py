@@ -3,8 +3,6 @@
 ``python -m tests.web.test_bodies SECONDS [SEED]`` tries bodies by chance for as long, and prints those that fail.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

@@ -1,7 +1,5 @@
 """The page at ``/`` in a real browser: ``paceline serve --local`` behind it, and a person's way through it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

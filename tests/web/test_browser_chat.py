@@ -1,7 +1,5 @@
 """The chat of the page at ``/`` in a real browser, over a model of random weights with a chat template."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from functools import partial

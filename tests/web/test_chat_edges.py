@@ -1,7 +1,5 @@
 """Chats at the edges: odd templates and prefixes, marks, stop strings, several choices; and never status 500."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What others' clients send, against real engines: the helpers of OpenAI's client, and guidellm's calls replayed."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import openai

@@ -1,7 +1,5 @@
 """What a request costs is bounded before work is done for it, on every path, and the event loop does none of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -55,9 +53,7 @@ def test_every_path_that_takes_a_body_is_in_the_table(chat: Any) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_event_loop_neither_parses_nor_validates_nor_tokenizes(
-    path: str, chat: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_event_loop_neither_parses_nor_validates_nor_tokenizes(path, chat, monkeypatch) -> None:
     done: dict[str, set[str]] = {}
 
     def watch(owner: Any, name: str) -> None:

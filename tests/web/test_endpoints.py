@@ -1,7 +1,5 @@
 """Small endpoints and names: tokenizing, model names, CORS, HEAD, load, prompts with a gap, forbidden words."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

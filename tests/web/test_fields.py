@@ -1,7 +1,5 @@
 """Fields without a parameter of their own: accepted, named in a header, refused, or read by the chat template."""
 
-from __future__ import annotations
-
 import json
 import logging
 import urllib.request

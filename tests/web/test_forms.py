@@ -1,7 +1,5 @@
 """Structured output by OpenAI's and vLLM's names: what arrives, and that the answer has the form."""
 
-from __future__ import annotations
-
 import json
 import re
 

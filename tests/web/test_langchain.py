@@ -1,7 +1,5 @@
 """LangChain's OpenAI chat model against real engines of random weights; ``clients/python`` has it with a chat model."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """The page at ``/`` without a browser: its files and headers, the state of the service, and the trace of rounds."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """For the same prompt, options and seed HTTP gives the tokens of gRPC and of the pipeline."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

@@ -1,7 +1,5 @@
 """Large answers: the bytes of small ones, made where no stream waits for them, and bounded."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -43,9 +41,7 @@ def test_no_piece_holds_more_than_a_slice_of_a_list() -> None:
     assert longest <= sending.SLICE * (len(dumps(content[0])) + 1) < len(dumps(whole)) / 50
 
 
-def test_the_log_probabilities_of_prompts_are_made_beside_the_event_loop(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_probabilities_of_prompts_are_made_beside_the_event_loop(client, monkeypatch) -> None:
     threads, plain = set(), TokenColumns.add
 
     def watched(self: TokenColumns, *args: Any) -> None:
@@ -60,9 +56,7 @@ def test_the_log_probabilities_of_prompts_are_made_beside_the_event_loop(
     assert "".join(event.choices[0].text for event in streamed) == whole.choices[0].text
 
 
-def test_too_many_log_probabilities_of_prompts_are_refused(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_log_probabilities_of_prompts_are_refused(client, monkeypatch) -> None:
     monkeypatch.setattr(sending, "MAX_PROMPT_LOGPROBS", 100)
     with pytest.raises(
         openai.BadRequestError, match="show 21 log probabilities for each token of their prompts"

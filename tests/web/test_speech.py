@@ -1,7 +1,5 @@
 """The parts of an answer by its tokens: the same in whatever chunks they come, and without a special token's text."""
 
-from __future__ import annotations
-
 import random
 import re
 from types import SimpleNamespace

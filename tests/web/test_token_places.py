@@ -1,7 +1,5 @@
 """Tokens of answers as the HTTP API shows them, over the tokenizers of published models: bytes, places, names."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

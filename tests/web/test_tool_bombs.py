@@ -1,7 +1,5 @@
 """Small schemas of tools that stand for large ones: reading them is bounded, and they are refused by name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

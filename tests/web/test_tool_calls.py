@@ -1,7 +1,5 @@
 """Tool calls that an answer must make: forms by the response template, real engines, and what cannot be bound."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 

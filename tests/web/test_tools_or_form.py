@@ -1,7 +1,5 @@
 """Tools together with a form of the answer: either calls or the form, behind the reasoning; by every face."""
 
-from __future__ import annotations
-
 import json
 
 import jsonschema

@@ -1,7 +1,5 @@
 """Calls of Open WebUI, ``vllm bench serve`` and AIPerf, as their own code makes them, to ``serve --local``."""
 
-from __future__ import annotations
-
 import time
 import urllib.request
 

@@ -1,7 +1,5 @@
 """Traces over HTTP: the caller's context is taken up, tokens are the same, and nothing of the text is told."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -4,8 +4,6 @@ Work is counted as calls of functions in all threads of the service, and as char
 depends on the machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -3,8 +3,6 @@
 Mutants: a stop string that is looked for in each chunk alone; a detokenizer that decodes each token alone.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

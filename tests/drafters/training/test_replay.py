@@ -1,7 +1,5 @@
 """The replay of acceptance against rounds that are played one by one."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

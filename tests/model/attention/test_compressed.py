@@ -1,7 +1,5 @@
 """Layers that see entries of several tokens: transformers' logits, and the bits of decoding at ends of windows."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

@@ -3,8 +3,6 @@
 On the CPU, with what its arguments mean (``tests/support/flashinfer.py``). It never ran on a device.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from contextlib import nullcontext
@@ -318,9 +316,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.usefixtures("fewer")
 @pytest.mark.parametrize("make", [Wrapper, ByBatch])
-def test_no_target_of_a_pool_computes_prompts_in_another_way(
-    make, installed, monkeypatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_target_of_a_pool_computes_prompts_in_another_way(make, installed, monkeypatch, caplog) -> None:
     """Sessions move between them: one where its bits do not hold ends with the reason."""
     installed.BatchPrefillWithPagedKVCacheWrapper = make
     monkeypatch.setattr(loading, "kernel_for", lambda *given, **options: "sdpa")  # of a GPU it would be triton

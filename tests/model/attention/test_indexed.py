@@ -1,7 +1,5 @@
 """Layers that choose keys by an indexer: transformers' choice, and the bits of decoding below, at and above top-k."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -210,9 +208,7 @@ def test_layers_that_share_a_choice_are_counted_by_any_of_their_settings() -> No
     assert num_indexers({"model_type": "qwen4_exp_text", "num_hidden_layers": 4}) == 0
 
 
-def test_what_does_not_run_with_indexers_is_refused_and_auto_is_eager(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_does_not_run_with_indexers_is_refused_and_auto_is_eager(tmp_path, caplog) -> None:
     """``paceline check`` asks ``why_not_runnable``."""
     indexed_model("deepseek_v32").save_pretrained(tmp_path)
     checkpoint, options = Checkpoint.open(str(tmp_path)), ModelOptions(device="cpu", dtype="float32")

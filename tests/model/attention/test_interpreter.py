@@ -3,8 +3,6 @@
 Of attention, of linear layers, and of products by weights of 8 bits.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Latent attention: what the cache holds, how much it is, and that prompts and decoding compute the same."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """DeepSeek V4 as it is published: names, formats and configuration of its files, on one rank and two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The work of a step of attention in place: each place once, within the scratch, and what a step allocates."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType, SimpleNamespace

@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from tests.support.models import prompt, save_pair
@@ -66,9 +65,7 @@ def test_the_step_is_taken_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> 
         ("print('what?')", lambda: step, "Expecting value"),
     ],
 )
-def test_what_cannot_be_compiled_stays_eager_and_says_so(
-    program: str, load, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_compiled_stays_eager_and_says_so(program, load, reason, monkeypatch, caplog) -> None:
     """Whatever goes wrong: a warning with the reason, and no step."""
     made = compilation(monkeypatch, program, load)
     with caplog.at_level(logging.WARNING, logger=background.log.name):
@@ -80,9 +77,7 @@ def test_what_cannot_be_compiled_stays_eager_and_says_so(
     made.close()
 
 
-def test_a_worker_that_cannot_be_started_is_a_compilation_that_fails(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_cannot_be_started_is_a_compilation_that_fails(monkeypatch, caplog) -> None:
     """No process is left to the system, say."""
     monkeypatch.setattr(background, "spawn", lambda: (_ for _ in ()).throw(OSError("no process can be started")))
     made = Compilation(JOB, lambda: step)
@@ -129,9 +124,7 @@ worker.main()
 
 
 @pytest.mark.slow
-def test_a_detached_worker_finishes_what_it_has_begun_after_its_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_detached_worker_finishes_what_it_has_begun_after_its_engine(tmp_path, monkeypatch) -> None:
     """Another one does not, and neither does a second one of the same job, which waits for the first."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
 
@@ -214,9 +207,7 @@ def until_compiled(engine) -> None:
 @pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
-def test_an_engine_serves_before_it_is_compiled_and_is_compiled_when_it_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_serves_before_it_is_compiled_and_is_compiled_when_it_starts_again(tmp_path, monkeypatch) -> None:
     """A real worker, for a target and a draft; the engine finds its artifact by its own weights."""
     source = str(save_pair(tmp_path / "pair") / "target")
     run = {"dtype": "float32", "device": "cpu", "max_model_len": 256}

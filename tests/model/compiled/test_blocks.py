@@ -1,7 +1,5 @@
 """Products by weights of 4 and 8 bits: the bits of a reference in numpy, whatever is computed beside a row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

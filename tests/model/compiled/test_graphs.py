@@ -1,7 +1,5 @@
 """The recorder of CUDA graphs, without a GPU: what it refuses before it records, and that engines take turns."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

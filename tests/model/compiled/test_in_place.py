@@ -3,8 +3,6 @@
 On the CPU, with the kernel's reference (``tests/support/in_place.py``).
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace
@@ -85,9 +83,7 @@ def test_trees_are_seen_through_their_masks(model: LoadedModel) -> None:
     agree(model, device, [[tree(random.Random(seed), 6, 70 * seed, [])] for seed in range(1, 4)])
 
 
-def test_a_step_with_more_sums_than_a_recording_has_runs_in_several_calls(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_with_more_sums_than_a_recording_has_runs_in_several_calls(model, monkeypatch) -> None:
     """Mutant: a recording that is replayed whatever the contexts are."""
     monkeypatch.setattr(schedule, "most_sums", lambda *_: 20)
     recorder = FakeRecorder()
@@ -151,9 +147,7 @@ LOADS = [
 
 
 @pytest.mark.parametrize(("sessions", "budget", "max_len", "prompts", "drafts"), LOADS)
-def test_steps_of_a_closed_loop_are_replayed(
-    sessions: int, budget: int, max_len: int, prompts: tuple[int, int], drafts: int
-) -> None:
+def test_steps_of_a_closed_loop_are_replayed(sessions, budget, max_len, prompts, drafts) -> None:
     """Prompts beside decoding and verification: at least 99 % of the steps, of a Llama 8B's heads. By the shapes of
     query rows and page tables, which are the mutant, up to all of them run eagerly."""
     most = most_sums(sum_bytes(32, 128), RECORDED_SCRATCH_BYTES)

@@ -1,7 +1,5 @@
 """Compiled models with linear layers: verification has the bits of decoding, and a mistake in slots is noticed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -69,9 +67,7 @@ def logits_of(runner: ModelRunner, spans: Sequence[tuple[int, int]]) -> Tensor:
         *nightly([*((f, BF16) for f in FAMILIES), *((f, FP32) for f in ("qwen3_next", "kimi_linear", "jamba"))]),
     ],
 )
-def test_compiled_steps_have_the_bits_of_decoding(
-    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_steps_have_the_bits_of_decoding(family, dtype, monkeypatch) -> None:
     """Trees and chunks around boundaries; rows of siblings are noticed; and one call of a plan is the run of its
     inputs."""
     runner = compiled(family, dtype)

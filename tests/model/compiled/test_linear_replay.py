@@ -3,8 +3,6 @@
 On the CPU, by its operators. The recorder calls again what it was given.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

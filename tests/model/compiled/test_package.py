@@ -1,7 +1,5 @@
 """The memory of a compiled model's weights is packed into large pages, and stays what it is."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts of a model that are compiled for GPUs, on the CPU, which torch compiles by the same rules."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

@@ -1,7 +1,5 @@
 """Sums, gathers and messages between real processes; a rank that dies is told of, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -246,9 +244,7 @@ def test_memory_that_cannot_be_had_is_told_at_the_start(tmp_path: Path, monkeypa
         SharedMemoryCollectives(FileStore(str(tmp_path / "store"), 2), 0, 2, timeout_s=1.0)
 
 
-def test_gloo_is_used_and_said_where_there_is_no_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gloo_is_used_and_said_where_there_is_no_compiler(tmp_path, monkeypatch, caplog) -> None:
     """The reason is in the log; a group of one is enough to see it."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "empty"))
     monkeypatch.setattr("paceline.core.native.shutil.which", lambda name: None)
@@ -286,9 +282,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.compiler
-def test_ranks_on_gpus_may_load_at_different_speeds_and_wait_for_work_as_long_as_it_takes(
-    checkpoint: str, tmp_path: Path
-) -> None:
+def test_ranks_on_gpus_may_load_at_different_speeds_and_wait_for_work_as_long_as_it_takes(checkpoint, tmp_path) -> None:
     """NCCL's watchdog ends a process whose operation is enqueued for longer than the group's limit."""
     alone = pause_and_step_alone(checkpoint)
     with Ranks(2, tmp_path) as ranks:

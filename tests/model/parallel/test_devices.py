@@ -1,7 +1,5 @@
 """The GPU of each rank: those that a launcher has reserved, or consecutive ones of the machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,9 +43,7 @@ def store(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("hides", [True, False], ids=["one GPU is shown to each", "all GPUs are shown to all"])
 @pytest.mark.parametrize("names", [["0", "1"], ["2", "3"], ["3", "1"], ["GPU-d0", "GPU-c1"]])
-def test_ranks_of_one_host_see_the_gpus_of_all_and_take_their_own(
-    names: list[str], hides: bool, store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_one_host_see_the_gpus_of_all_and_take_their_own(names, hides, store, monkeypatch) -> None:
     """Whatever the launcher shows to each: the second replica of a host does not take the first one's."""
     machine = machine_of(monkeypatch, ["0", "1", "2", "3", "GPU-c1", "GPU-d0"])
     ranks = [("node", [name]) for name in names]
@@ -74,9 +70,7 @@ def test_ranks_of_two_hosts_see_those_of_their_own_host(monkeypatch: pytest.Monk
     ],
     ids=["slices", "one slice", "one without a GPU", "one GPU twice", "one that is not there"],
 )
-def test_gpus_that_ranks_cannot_use_are_refused(
-    ranks: Reserved, reason: str, store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_ranks_cannot_use_are_refused(ranks, reason, store, monkeypatch) -> None:
     machine = machine_of(monkeypatch, ["0", "1", "2", "3", "MIG-1", "MIG-2"])
     with pytest.raises(ConfigError, match=f"tensor_parallel_size of 'a/model' is {len(ranks)}.*{reason}"):
         devices_of(machine, ranks, store)
@@ -111,9 +105,7 @@ def test_a_rank_whose_other_ranks_do_not_come_is_told_so(store: str, monkeypatch
         ("cuda:0", (0, 1), [0, 1, 2, 3]),
     ],
 )
-def test_without_a_launcher_ranks_take_consecutive_gpus(
-    device: str, taken: Sequence[int], numbers: list[int], store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_launcher_ranks_take_consecutive_gpus(device, taken, numbers, store, monkeypatch) -> None:
     """From the number that the setting names, else those first that no other engine has taken."""
     machine = machine_of(monkeypatch, 8)
     for rank, number in enumerate(numbers):
@@ -129,9 +121,7 @@ def test_without_a_launcher_ranks_take_consecutive_gpus(
         (4, "cuda:1", "this process sees 4 GPUs, so only 'cuda:0' is allowed"),
     ],
 )
-def test_too_few_gpus_are_refused(
-    gpus: int, device: str, reason: str, store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_gpus_are_refused(gpus, device, reason, store, monkeypatch) -> None:
     machine_of(monkeypatch, gpus)
     with pytest.raises(ConfigError, match=reason):
         rank_device("a/model", TargetOptions(device=device), Rendezvous(store, 4))

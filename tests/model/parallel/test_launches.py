@@ -1,7 +1,5 @@
 """Kernels that a rank's step launches, counted on meta tensors: what a CUDA graph of it holds."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import sys

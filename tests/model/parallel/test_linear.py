@@ -1,7 +1,5 @@
 """Linear layers that two ranks share: the numbers of one rank, and verification with the bits of decoding."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

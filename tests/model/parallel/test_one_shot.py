@@ -1,7 +1,5 @@
 """Sums and gathers of one launch: by triton's interpreter between processes, and compiled for devices."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

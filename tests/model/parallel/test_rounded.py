@@ -5,8 +5,6 @@ layer that is split by its inputs adds one term of each rank. Products on the CP
 rows such a difference becomes a step of 8 bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Our own tensor-parallel plans: the ranks add up to the whole, and likely mistakes of each table are noticed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -16,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.model.families import checkpoint, small_config
-from tests.model.parallel.ranks import Ranks, run_invariance
+from tests.model.parallel.ranks import run_invariance
 from tests.support.models import prompt
 from tests.support.rings import slow
 from torch import Tensor
@@ -166,9 +164,7 @@ def heads_in_turn(name: str, shard: ParameterShard, rank: int) -> ParameterShard
         ("stablelm", heads_in_turn),
     ],
 )
-def test_a_mutant_of_a_table_is_noticed(
-    family: str, change: Change, paths: Callable[[str], tuple[str, Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mutant_of_a_table_is_noticed(family, change, paths, monkeypatch) -> None:
     def mutated(config: PretrainedConfig, rank: int, degree: int) -> ShardPlan:
         plan = plan_shards(config, rank, degree)
         changed = {name: change(name, shard, rank) for name, shard in plan.parameters.items()}
@@ -256,9 +252,7 @@ def test_degrees_that_do_not_divide_are_named(family: str, degree: int, said: st
     ("family", "dtype"),
     slow([("gpt2", torch.float32), ("gpt_oss", torch.bfloat16), ("hunyuan_v1_dense", torch.bfloat16)]),
 )
-def test_verified_rows_have_the_bits_of_decoded_ones(
-    family: str, dtype: torch.dtype, two: Ranks, paths: Callable[[str], tuple[str, Tensor]]
-) -> None:
+def test_verified_rows_have_the_bits_of_decoded_ones(family, dtype, two, paths) -> None:
     said = two.run(run_invariance, paths(family)[0], dtype, False, transport="shared")
     assert said[0].startswith("batch-invariant: ")
 

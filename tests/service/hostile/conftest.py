@@ -1,7 +1,5 @@
 """The pair that hostile peers meet."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

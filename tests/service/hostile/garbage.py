@@ -1,7 +1,5 @@
 """A stand-in for a draft replica, and the garbage that it answers a real router with."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

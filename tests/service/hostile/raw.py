@@ -1,7 +1,5 @@
 """A raw client, what it sends, and attacks on a replica made of it."""
 
-from __future__ import annotations
-
 import asyncio
 
 from grpc import aio

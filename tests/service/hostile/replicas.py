@@ -1,7 +1,5 @@
 """Replicas in this process that hostile peers meet, and what has to hold for them afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Raw gRPC clients attack a target and a draft while a router's stream runs there.
 process. Guards that are a single check have a mutant: without the guard the same check fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

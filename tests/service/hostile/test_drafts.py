@@ -4,8 +4,6 @@ The oracle is plain decoding in one process. Guards that are a single check have
 check fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from types import SimpleNamespace

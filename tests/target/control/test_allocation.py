@@ -1,7 +1,5 @@
 """How many draft tokens a step verifies: by hand, against exhaustive search, and blind under the rejection rule."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -212,9 +210,7 @@ def test_choices_worked_out_by_hand(num_sessions: int, acceptance: float, expect
     [(1, 0.52, 1.0, 1), (16, 1.0, 1.0, 0), (16, 1.0, 4.0, 1)],
     ids=["1.3 % of one", "3 % of sixteen", "11 % of sixteen"],
 )
-def test_what_many_sessions_hardly_gain_is_left_out(
-    num_sessions: int, prob: float, fixed_s: float, wanted: int
-) -> None:
+def test_what_many_sessions_hardly_gain_is_left_out(num_sessions, prob, fixed_s, wanted) -> None:
     assert [least_gain(n) for n in (0, 1, 2, 5, 50)] == pytest.approx([1.0, 1.0, 1.02, 1.032, 1.0392])
     allocation = Allocation(cost=learned(lambda n: fixed_s + n))
     offers, at = [[prob]] * num_sessions, {"num_sessions": num_sessions, "num_context": num_sessions, "limit": 99}

@@ -3,8 +3,6 @@
 Both engines, the relay and all policies are those of production; only models and time are not.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -52,9 +50,7 @@ def _first_seconds(k: int | None) -> float:
 
 
 @pytest.mark.parametrize(("step_s", "least"), [(0.0002, 1.04), (0.01, 0.97)], ids=["fast head", "slow head"])
-def test_drafts_give_way_to_a_head_that_is_faster_without_them(
-    step_s: float, least: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_give_way_to_a_head_that_is_faster_without_them(step_s, least, monkeypatch) -> None:
     """The head backs up drafts on their misses, and drafts alone where they are off: whichever is faster stays."""
     options = {"acceptance": 0.5, "cost": gpu_cost, "branch_s": 0.0002, "calibrate": True, "head": (0.75, step_s)}
     chosen = Simulation(**options).run(12.0).target.stats.tokens_emitted

@@ -1,7 +1,5 @@
 """When a head is asked, paused and tried again, by the rules of ``control/head_gate.py``; no engine, a given clock."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -89,9 +87,7 @@ def run(gate: HeadGate, seconds: float, *, accepted: float, cost_s: float, num_s
     ],
     ids=["good", "just", "bad", "useless", "useless and cheap"],
 )
-def test_a_head_is_paused_where_it_costs_more_than_it_brings(
-    accepted: float, cost_s: float, least: float, most: float
-) -> None:
+def test_a_head_is_paused_where_it_costs_more_than_it_brings(accepted, cost_s, least, most) -> None:
     """Its account: accepted tokens of a step against those of plain decoding in the time that the head took."""
     share = run(HeadGate(), 300.0, accepted=accepted, cost_s=cost_s)
     assert least <= share <= most

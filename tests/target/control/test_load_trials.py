@@ -1,7 +1,5 @@
 """Drafting against plain decoding, by measured tokens per second: which is chosen, and when the other is tried."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """When drafting is worth its cost: the decision by table, and both engines on a virtual time line."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

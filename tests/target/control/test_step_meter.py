@@ -1,7 +1,5 @@
 """The costs of one step, as its meter tells them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +28,7 @@ def part(num_drafted: int = 0, num_branches: int = 0, guesses: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(("num_branches", "guesses"), [(0, 0), (2, 0), (0, 3), (2, 3)])
-def test_branches_are_charged_to_the_draft_tokens_or_the_guesses_that_need_them(
-    num_branches: int, guesses: int
-) -> None:
+def test_branches_are_charged_to_the_draft_tokens_or_the_guesses_that_need_them(num_branches, guesses) -> None:
     allocation = Allocation(adaptive=True, trees=True)
     for num_tokens in (1, 4, 8, 16):
         allocation.observe_step(num_tokens, 0.001 * num_tokens)

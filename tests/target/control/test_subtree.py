@@ -1,7 +1,5 @@
 """What a session offers with siblings, and what the budget makes of it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import islice, pairwise
