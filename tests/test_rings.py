@@ -79,7 +79,6 @@ MANY_CASES = {
     "core/test_verification.py::test_a_proposal_is_cut_before_a_q_that_cannot_be_trusted": "every way to be untrue",
     "drafters/test_head_formats.py::test_a_known_mistake_is_no_longer_what_the_oracle_computes": "every known mistake",
     "drafters/test_head_formats.py::test_every_published_format_loads_and_computes_what_the_oracle_computes": _FORMATS,
-    "drafters/test_head_formats.py::test_what_does_not_fit_is_refused_in_one_sentence_before_weights_are_read": _TABLE,
     "drafters/test_head_sessions.py::test_fed_in_any_chunks_on_any_pages_the_tree_is_that_of_one_forward": _FORMATS,
     "faults/test_links.py::test_one_kind_of_fault_on_one_link": "every fault on every link; half of them are nightly",
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": "a mutant of every rule",
@@ -112,7 +111,6 @@ MANY_CASES = {
     "web/test_demanded_forms.py::test_marks_that_are_text_may_be_spelled_by_any_tokens": _FORMS,
     "web/test_demanded_forms.py::test_what_is_demanded_is_read_back_as_valid_calls": _FORMS,
     "web/test_errors.py::test_a_body_that_is_no_request_is_refused": _TABLE,
-    "web/test_errors.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,
     "web/test_same_tokens.py::test_http_gives_the_tokens_of_grpc_and_of_the_pipeline": "mixed options, a case each",
 }
 """Tests of more than MOST_CASES cases, and the reason."""

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.checkpoint import grammar_matcher
 
-FREE_S = grammar_matcher._FREE_S
+FREE_S = grammar_matcher.FREE_S
 """That of the product: tests have another one (tests/conftest.py)."""
 
 
@@ -20,5 +20,5 @@ def tick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return now[0]
 
     monkeypatch.setattr("time.thread_time", thread_time)
-    monkeypatch.setattr(grammar_matcher, "_FREE_S", FREE_S)
+    monkeypatch.setattr(grammar_matcher, "FREE_S", FREE_S)
     return step

@@ -348,56 +348,6 @@ def test_advice_knows_what_a_token_reads(tmp_path: Path) -> None:
         assert missing.refusal.endswith("--head gemma4_assistant=DIRECTORY")
 
 
-def _text(**changes: Any) -> Callable[[HeadFile], None]:
-    return lambda file: file.config["text_config"].update(changes)
-
-
-def _top(**changes: Any) -> Callable[[HeadFile], None]:
-    return lambda file: file.config.update(changes)
-
-
-REFUSED: list[tuple[Callable[[HeadFile], Any], str]] = [
-    (_top(backbone_hidden_size=48), r"backbone_hidden_size is 48 in .*: the target .* has 32"),
-    (_text(vocab_size=96), r"vocab_size is 96 in .*: the target .* has 64"),
-    (_text(head_dim=16), r"head_dim of layers of type 'sliding_attention' is 16 in .*: the target .* has 8"),
-    (_text(global_head_dim=8), r"head_dim of layers of type 'full_attention' is 8 in .*: the target .* has 16"),
-    (_text(num_key_value_heads=4), r"num_key_value_heads of layers of type .* is 4 in .*: the target .* has 2"),
-    (_text(num_kv_shared_layers=2), "is not valid: .* must be shared. Expected 4. Got 2"),
-    (_text(hidden_size_per_layer_input=8), "hidden_size_per_layer_input"),
-    (_text(hidden_activation="other"), "has layers that cannot be made .*: 'other'"),
-    (_text(rope_scaling={"factor": 2}), "text_config has 'rope_scaling': an unknown key could change its result"),
-    (_top(text_config=None), "text_config is None in .*: the configuration of its layers is needed"),
-    (
-        _top(model_type="gemma4_unified_assistant"),
-        "is 'gemma4_text': .* drafts from the keys and values of a 'gemma4_u",
-    ),
-    (_top(model_type="muse_glimmer_assistant"), "'gemma4_assistant' and 'gemma4_unified_assistant' are allowed"),
-    (_top(num_centroids=7), "num_centroids is 7 .* the first must divide the 64 tokens"),
-    (_top(centroid_intermediate_top_k=9), "centroid_intermediate_top_k 9 in .* the second be at most the first"),
-    (_top(window=3), "config.json of .* has 'window': an unknown key could change its result"),
-    (lambda file: file.tensors.pop("post_projection.weight"), "no weight file holds 'post_projection.weight'"),
-    (lambda file: file.tensors.pop("model.embed_tokens.weight"), "no weight file holds 'lm_head.weight'"),
-    (lambda file: file.tensors.update({"bias": torch.zeros(1)}), "holds 'bias', which its format does not have"),
-    (
-        lambda file: file.tensors.update({"model.norm.weight": torch.zeros(9)}),
-        r"'model.norm.weight' of .* is \[9\]: by config.json and the target it must be \[16\]",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "said"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
-def test_what_does_not_fit_is_refused_before_weights_are_read(
-    change: Callable[[HeadFile], Any], said: str, tmp_path: Path
-) -> None:
-    file = made("gemma4_clusters")
-    change(file)
-    tiny_target(file.target).save_pretrained(tmp_path / "target")
-    letters_tokenizer(GEMMA4_VOCAB).save_pretrained(tmp_path / "target")
-    source = file.write(tmp_path / "drafter")
-    with pytest.raises(ConfigError, match=said):
-        open_head(METHOD, str(source), Checkpoint.open(str(tmp_path / "target")))
-
-
 def test_clusters_that_are_no_partition_are_refused(tmp_path: Path) -> None:
     """Mutant: no look at them, and a token outside of the vocabulary ends a process on a GPU."""
     checkpoint, source = written("gemma4_clusters", tmp_path)

@@ -17,7 +17,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from tests.local.test_drafts import nothing, token
-from tests.local.test_local import config_of, eventually, run, sampled
+from tests.local.test_local import config_of, run, sampled
+from tests.support.fake_service import wait_until
 from tests.support.fakes import Scripted
 from tests.support.letters import Letters
 from tests.support.models import prompt, save_pair
@@ -94,7 +95,7 @@ def served(pipeline: LocalPipeline) -> bool:
 
 def test_requests_of_a_hung_target_end_and_health_says_why_until_it_comes_back(stuck):
     pipeline, engines = stuck
-    eventually(lambda: served(pipeline))
+    wait_until(lambda: served(pipeline))
     engines["target"].go.clear()
     waiting = [pipeline.submit("abc", SamplingParams(max_tokens=4, seed=1)) for _ in range(3)]  # one more than run
     for one in waiting:
@@ -106,9 +107,9 @@ def test_requests_of_a_hung_target_end_and_health_says_why_until_it_comes_back(s
     with pytest.raises(EngineError, match="the target hangs"):
         pipeline.submit("abc")
     engines["target"].go.set()
-    eventually(lambda: pipeline.ready and served(pipeline))
+    wait_until(lambda: pipeline.ready and served(pipeline))
     opened = {one.session_id for one in engines["target"].received if isinstance(one, OpenSession)}
-    eventually(
+    wait_until(
         lambda: (
             {one.session.session_id for one in waiting} & opened
             <= {one.session_id for one in engines["target"].received if isinstance(one, CloseSession)}
@@ -123,8 +124,8 @@ def test_a_hung_draft_is_replaced_and_its_sessions_go_on(stuck, monkeypatch):
     first.go.clear()
     generation = pipeline.submit("abc", SamplingParams(max_tokens=4, seed=1))  # which opens it on the draft, too
     assert len(generation.result.token_ids) == 1
-    eventually(lambda: pipeline.num_draft_restarts >= 1 and engines["draft"] is not first and pipeline.draft.up)
-    eventually(lambda: served(pipeline))
+    wait_until(lambda: pipeline.num_draft_restarts >= 1 and engines["draft"] is not first and pipeline.draft.up)
+    wait_until(lambda: served(pipeline))
     first.go.set()
 
 
@@ -208,7 +209,7 @@ def test_engines_whose_processes_stand_still(tmp_path, monkeypatch):
         next(generation)
         os.kill(pipeline.draft.worker.pid, signal.SIGSTOP)  # type: ignore[union-attr]
         assert generation.result.token_ids == expected.token_ids
-        eventually(lambda: pipeline.num_draft_restarts >= 1)
+        wait_until(lambda: pipeline.num_draft_restarts >= 1)
 
         edge = local_edge(pipeline, ServerConfig(playground=False), "letters")
         transport = httpx.ASGITransport(app=make_app(edge))
@@ -229,5 +230,5 @@ def test_engines_whose_processes_stand_still(tmp_path, monkeypatch):
         assert status == 503
         assert text.startswith("the target hangs: its step takes longer than target_timeout_s, 3 s")
         os.kill(pipeline.target.worker.pid, signal.SIGCONT)
-        eventually(lambda: pipeline.ready)
+        wait_until(lambda: pipeline.ready)
         assert run(pipeline, prompt(1, 30), sampled(200), Mode.PLAIN).token_ids == expected.token_ids

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.local.test_local import eventually
+from tests.support.fake_service import wait_until
 from tests.support.fakes import Scripted
 from tests.support.letters import Letters
 from tests.support.mutants import Mutant, mutant
@@ -105,7 +105,7 @@ def test_a_request_that_takes_too_long_ends_whether_it_has_begun_or_waits() -> N
     with pipeline_of(silent, request_timeout_s=0.05) as pipeline:
         errors = asyncio.run(both(pipeline))
         assert [type(error) for error in errors] == [DeadlineExceededError] * 2
-        eventually(lambda: not pipeline.router.active)
+        wait_until(lambda: not pipeline.router.active)
 
 
 def test_a_caller_who_leaves_frees_the_place_of_the_next() -> None:
@@ -184,7 +184,7 @@ def draft_dies_as_soon_as_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(draft, "on_ready", dies)
         pipeline.router.post(draft.on_death, draft.worker, "died")
-        eventually(lambda: len(seen) == 4)
+        wait_until(lambda: len(seen) == 4)
         assert seen == [False, False, False, True]
         assert draft.num_restarts == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,4 +24,5 @@ def check_page(page: Path, ask: Callable[[str], str]) -> None:
     if os.environ.get("WRITE_PAGES"):
         page.write_text(found, encoding="utf-8")
     else:
-        assert found == text
+        differ = difflib.unified_diff(text.splitlines(), found.splitlines(), "page", "answers", lineterm="", n=1)
+        assert found == text, "\n".join(differ)

@@ -34,37 +34,13 @@ from paceline.web.errors import to_http
 CHUNK = Chunk((1,), (0.0,), (False,), (("a", False),), Round(0, 0, Cause.START), Usage(7, 1, 0))
 
 REFUSED = {
-    "prompt": [None, "", [], 3, {"a": 1}, [["a"]], [True], ["a", 3], [[]]],
-    "temperature": [-1, "hot", True],
-    "top_p": [0, 2],
-    "top_k": [-2],
-    "max_tokens": [0, -1, 1.5, 10**12],
-    "n": [0, 129, True],
-    "seed": [-(2**63) - 1, 2**64],
-    "stop": [[""], 3, ["a"] * 65, "x" * 2000],
-    "logprobs": [21, -1, True],
-    "top_logprobs": [2],
-    "logprob_token_ids": [[5], [299999], [-1], 3, [True], [1] * 129],
-    "logit_bias": [{"299999": 1}, {"a": 1}, {"5": 1e9}, [3]],
     "best_of": [2],
-    "suffix": ["x"],
-    "echo": ["maybe"],
-    "stream": ["maybe"],
-    "stream_options": [{"include_usage": True}],
-    "response_format": [{"type": "magic"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, 3],
-    "structured_outputs": [{}, 3, {"json": {}, "regex": "a"}, {"regex": ""}, {"xml": "a"}],
-    "guided_json": [3],
-    "guided_choice": ["yes", [""]],
-    "structured_output": [{}, {"regex": "a", "json_object": True}],
-    "prompt_logprobs": [21, -1, True, 0.5],
-    "use_beam_search": [True],
-    "skip_special_tokens": ["maybe"],
-    "allowed_token_ids": [[], [299999], [-1], 3, [True], [1] * 1025],
-    "include_stop_str_in_output": ["maybe"],
-    "speculation": [{"mode": "magic"}, {"k": 3}, {"enabled": False, "mode": "sequential"}, {"max_draft_tokens": 99}],
-    "model": ["gpt-5", 3],
+    "stop": [["a"] * 65, "x" * 2000],
+    "logprob_token_ids": [[1] * 129],
+    "allowed_token_ids": [[1] * 1025],
+    "model": ["gpt-5"],
 }
-"""Parameter -> values that are refused by its name."""
+"""Parameter -> values that are refused by its name, beside those of ``golden/``."""
 
 HABITS = {
     "user": "me",
@@ -88,10 +64,10 @@ HABITS = {
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
 def test_what_is_not_served_is_refused_by_its_name(url, name, value):
     status, headers, body = call(f"{url}/v1/completions", {"prompt": "lazy", "max_tokens": 2} | {name: value})
-    assert status == (404 if (name, value) == ("model", "gpt-5") else 400), body
+    assert status == (404 if name == "model" else 400), body
     error = body["error"]
     assert error["message"].startswith(name)
-    assert error["type"] in ("invalid_request_error", "not_found_error")
+    assert error["type"] == ("not_found_error" if name == "model" else "invalid_request_error")
     assert error["param"] == name
     assert headers["x-request-id"]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from tests.support.golden import check_page, pages_beside
 from tests.web.support import call
 
 USER = [{"role": "user", "content": "hello"}]
 BODIES = {
-    "/v1/completions": {"prompt": "lazy"},
+    "/v1/completions": {"prompt": "lazy", "max_tokens": 2},
     "/v1/chat/completions": {"messages": USER},
     "/v1/chat/completions/batch": {"messages": [USER]},
     "/v1/responses": {"input": "hello"},
@@ -18,20 +19,22 @@ BODIES = {
 """Path -> a request, of which the page names what is changed."""
 
 
-def test_what_is_not_served_is_refused_in_the_sentence_of_the_page(scripted):
-    _, at = scripted
+@pytest.mark.parametrize("page", pages_beside(__file__), ids=lambda page: page.stem)
+def test_what_is_not_served_is_refused_in_the_sentence_of_its_page(page, scripted, url):
+    """``completions``: by a model; the others by a script."""
 
     def refused(line):
         path, _, changes = line.partition(" ")
+        at = url if page.stem == "completions" else scripted[1]
         status, headers, answer = call(f"{at}{path}", BODIES[path] | json.loads(changes))
         error = answer["error"]
-        assert (status, error["type"]) == (400, "invalid_request_error"), line
         assert "YAML" not in error["message"]
+        assert (status, error["type"]) == (400, "invalid_request_error"), line
         if path != "/v1/messages":
+            assert headers["x-request-id"]
             return f"{error['param']} | {error['message']}"
         assert answer["type"] == "error"
         assert answer["request_id"] == headers["request-id"] != ""
         return error["message"]
 
-    for page in pages_beside(__file__):
-        check_page(page, refused)
+    check_page(page, refused)

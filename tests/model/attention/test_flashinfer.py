@@ -5,6 +5,7 @@ On the CPU, with what its arguments mean (``tests/support/flashinfer.py``). It n
 
 import random
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -159,36 +160,20 @@ def test_other_ranks_are_told_which_tokens_are_the_librarys() -> None:
 # -- which results are believed ------------------------------------------------------------------------------
 
 
-class ByBatch(Wrapper):
-    """Chooses its tiles by the average length of a batch, as FlashInfer's planner does."""
+def differing(where: Callable[..., object]) -> type[Wrapper]:
+    """The rows of the requests of which this holds are off by a bit."""
 
-    def request(self, number, query, keys, values):
-        rows = super().request(number, query, keys, values)
-        return rows * (1 + 2**-7 * (len(self.lengths) > 1))
+    class Differing(Wrapper):
+        def request(self, number, query, keys, values):
+            return super().request(number, query, keys, values) * (1 + 2**-7 * bool(where(self, number, query)))
 
-
-class ByOrder(Wrapper):
-    """The first request of a batch is split."""
-
-    def request(self, number, query, keys, values):
-        rows = super().request(number, query, keys, values)
-        return rows * (1 + 2**-7 * (number == 0 and len(self.lengths) > 1))
+    return Differing
 
 
-class BySplit(Wrapper):
-    """A row's bits depend on the other tokens of its chunk."""
-
-    def request(self, number, query, keys, values):
-        rows = super().request(number, query, keys, values)
-        return rows * (1 + 2**-7 * bool((query[0] == query[-1]).all()))
-
-
-class ByPages(Wrapper):
-    """Sums in the order of page numbers."""
-
-    def request(self, number, query, keys, values):
-        rows = super().request(number, query, keys, values)
-        return rows * (1 + 2**-7 * bool(self.tables[number][0] > self.tables[number][-1]))
+ByBatch = differing(lambda self, number, query: len(self.lengths) > 1)  # tiles by lengths, as FlashInfer's planner
+ByOrder = differing(lambda self, number, query: number == 0 and len(self.lengths) > 1)  # the first is split
+BySplit = differing(lambda self, number, query: (query[0] == query[-1]).all())  # by other tokens of the chunk
+ByPages = differing(lambda self, number, query: self.tables[number][0] > self.tables[number][-1])
 
 
 class Farther(Wrapper):
