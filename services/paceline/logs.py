@@ -131,7 +131,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def unexpected(logger: logging.Logger, error: Exception) -> None:
+def unexpected(logger: logging.Logger, error: BaseException) -> None:
     """Logs an unexpected error in a request: types and frames, but no messages, which may quote the prompt."""
     name = type(error).__name__
     logger.error(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from paceline.local.link import DraftWorkerLink
 from paceline.messages import OpenSession, Outcome
 from paceline.router.relay import Relay
 from paceline.router.service import GenerationService
+from paceline.router.thread import RouterThread
 from paceline.types import Cause, Chunk, FinishReason, Request, Result, Round, SamplingParams
 
 TEXT = b"to return"
@@ -145,6 +149,109 @@ def test_a_callback_that_would_wait_for_itself_is_told_so() -> None:
     assert "a callback of the pipeline submits a request" in str(found[0])
 
 
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_an_error_of_a_callback_ends_no_request(error: type[BaseException]) -> None:
+    """Neither its own nor one that waits, whose turn comes in another one's end."""
+
+    def fails() -> None:
+        raise error
+
+    opened: list[Any] = []
+
+    def all_but_the_first(message: Any) -> Sequence[Outcome]:
+        opened.extend([message] if isinstance(message, OpenSession) else [])
+        return () if len(opened) == 1 else spell(message)
+
+    sampling = SamplingParams(max_tokens=2)
+    with pipeline_of(all_but_the_first) as pipeline:
+        first, second = (pipeline.submit("abc", sampling, on_change=fails, on_open=fails) for _ in range(2))
+        first.cancel()
+        assert first.result.finish_reason is FinishReason.ABORT
+        assert second.result.text == "to"
+        assert pipeline.ready
+
+
+def test_a_callback_that_would_wait_for_its_request_is_told_so() -> None:
+    found: list[Any] = []
+
+    def on_change() -> None:
+        assert there.wait(60)
+        for wait in (lambda: generation.result.text, lambda: list(generation)):
+            try:
+                found.append(wait())
+            except RuntimeError as error:
+                found.append(str(error))
+
+    there = threading.Event()
+    with pipeline_of(spell) as pipeline:
+        generation = pipeline.submit("abc", SamplingParams(max_tokens=1), on_change=on_change)
+        there.set()
+        wait_until(lambda: len(found) == 4)
+    refused = "a callback of the pipeline waits for a request, which waits for it: use a thread"
+    assert found == [refused, refused, "t", []]
+
+
+def test_a_pipeline_that_runs_is_not_started_again() -> None:
+    with pipeline_of(spell) as pipeline:
+        with pytest.raises(RuntimeError, match="started already"):
+            pipeline.start()
+        assert pipeline.submit("abc", SamplingParams(max_tokens=2)).result.text == "to"
+
+
+def stopped_while_it_starts() -> None:
+    """The engine is built after the stop, which does not wait for it."""
+    building, go = threading.Event(), threading.Event()
+
+    def factory(emit: Any) -> Scripted:
+        building.set()
+        go.wait(60)
+        return Scripted(emit, spell)
+
+    pipeline = LocalPipeline(
+        LocalConfig(target=TargetModel(path="scripted"), worker="thread", pin_cores=False),
+        target_factory=factory,
+        tokenizer=Letters(),  # type: ignore[arg-type]
+        checkpoint=Checkpoint("scripted", 64, (), 128),
+    )
+    before = routers()
+    with ThreadPoolExecutor(1) as threads:
+        started = threads.submit(pipeline.start)
+        assert building.wait(60)
+        pipeline.stop(timeout_s=0)
+        go.set()
+        with pytest.raises(EngineError, match="stopped"):
+            started.result()
+    assert routers() <= before
+    with pytest.raises(EngineError, match="stopped"):
+        pipeline.submit("abc")
+    assert pipeline.server_info().pools == {"target": ()}
+    pipeline.stop()
+
+
+def test_a_pipeline_may_be_stopped_while_it_starts() -> None:
+    stopped_while_it_starts()
+
+
+def refused_in_a_forked_process() -> None:
+    """Of a fork it has the objects, but not the threads: the test ends by an alarm if a call waits."""
+    with pipeline_of(spell) as pipeline:
+        process = multiprocessing.get_context("fork").Process(target=asks_in_another_process, args=(pipeline,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        assert pipeline.submit("abc", SamplingParams(max_tokens=2)).result.text == "to"
+
+
+def asks_in_another_process(pipeline: LocalPipeline) -> None:
+    signal.alarm(20)
+    with pytest.raises(EngineError, match="no router runs in this process"):
+        pipeline.submit("abc")
+
+
+def test_a_request_of_a_forked_process_is_refused() -> None:
+    refused_in_a_forked_process()
+
+
 def test_what_is_asked_of_a_pipeline_that_does_not_run() -> None:
     with pipeline_of(spell) as pipeline:
         assert (pipeline.ready, pipeline.trouble) == (True, "")
@@ -198,8 +305,20 @@ def _the_dead_come_up(_: Any, draft: DraftWorkerLink, worker: Any) -> None:
     draft.go(up=True)
 
 
-@pytest.mark.parametrize("change", [_the_dead_come_up])
-def test_a_mutant_is_noticed(change: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(RouterThread, "start_thread")
+def _a_start_that_overlooks_the_stop(start: Any, router: RouterThread) -> None:
+    start(router)
+    router.closed = None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "check"),
+    [
+        (_the_dead_come_up, AssertionError, draft_dies_as_soon_as_it_is_back),
+        (_a_start_that_overlooks_the_stop, pytest.fail.Exception, lambda _: stopped_while_it_starts()),
+    ],
+)
+def test_a_mutant_is_noticed(change: Mutant, error: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     change(monkeypatch)
-    with pytest.raises(AssertionError):
-        draft_dies_as_soon_as_it_is_back(monkeypatch)
+    with pytest.raises(error):
+        check(monkeypatch)

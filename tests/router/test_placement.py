@@ -164,6 +164,45 @@ async def test_a_session_waits_for_room_where_it_goes_on_with_the_same_bits(monk
     await waits_for_its_kind(monkeypatch)
 
 
+async def nobody_else_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a session waits for room at its kind, all places of another kind serve requests that come."""
+    without_sockets(monkeypatch)
+    world = World(2, 1, 2)
+    for target, numerics in zip(world.targets, "AAB", strict=True):
+        target.numerics, target.up = numerics, target is world.targets[0]
+    requests = [Request(f"r{i}", PROMPT, SamplingParams(max_tokens=30, seed=i, ignore_eos=True)) for i in range(4)]
+    async with world.router(max_queued_requests=0) as router:
+        tasks = [asyncio.create_task(result_of(router, request)) for request in requests[:2]]
+        await world.turn()
+        await world.turn()
+        for target in world.targets[1:]:
+            target.up = True
+            target.beat()
+        world.targets[0].die()
+        tasks += [asyncio.create_task(result_of(router, request)) for request in requests[2:]]
+        await world.turn()
+        await world.turn()
+        assert [len(target.sessions) for target in world.targets] == [0, 1, 2]
+        assert len(router.orphaned) == 1
+        await world.until(*tasks)
+        assert [tuple(task.result()[0]) for task in tasks] == [expected(request) for request in requests]
+
+
+async def test_a_session_that_waits_for_its_kind_keeps_no_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    await nobody_else_waits(monkeypatch)
+
+
+@mutant(Placement, "waits_for")
+def everywhere(waits_for: Any, self: Placement, active: Any, links: Any) -> bool:
+    return True
+
+
+async def test_a_place_that_is_kept_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere(monkeypatch)
+    with pytest.raises(AssertionError):
+        await nobody_else_waits(monkeypatch)
+
+
 @mutant(Placement, "best_target")
 def any_target(best: Any, self: Placement, active: Any, without: Any) -> Any:
     """Targets of the other kind are taken, too."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack, cast, overload
 
-from paceline import __version__
+from paceline import __version__, logs
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
 from paceline.checkpoint.linear import require_draft_model, require_runnable
@@ -53,6 +54,8 @@ from paceline.types import (
     as_stop_strings,
 )
 
+log = logging.getLogger(__name__)
+
 Prompts = list[str] | list[tuple[int, ...]] | list[list[int]]
 """Prompts of one call of ``generate``: each is a text, or token ids of the target's tokenizer."""
 
@@ -84,7 +87,7 @@ class LocalPipeline:
         )
         self._clock, self._started_s = clock, clock()
         self._given = (tokenizer, checkpoint)
-        self._loaded = False
+        self._loaded = self._begun = False
         self._numbers = itertools.count()
         self._hung: PacelineError | None = None
         self.target = TargetWorkerLink(
@@ -162,6 +165,9 @@ class LocalPipeline:
         self.load()
         if self.router.closed is not None:
             raise self.router.closed
+        if self._begun:
+            raise RuntimeError("the pipeline has been started already")
+        self._begun = True
         workers = [link.worker for link in (self.target, self.draft) if link is not None]
         try:
             for worker in workers:
@@ -169,6 +175,8 @@ class LocalPipeline:
             for worker in workers:
                 worker.wait_ready()
             self.router.start_thread()
+            if self.router.closed is not None:  # it has been stopped meanwhile
+                raise self.router.closed
         except BaseException:
             self.stop(timeout_s=0.2)
             raise
@@ -248,6 +256,7 @@ class LocalPipeline:
         ``cache_salt``: cached prompts and texts that the draft learns from are shared with requests of the same salt
         only. ``trace``: chunks hold the times and the tree of their round. ``share``: places are divided fairly
         among shares; each request has its own by default. ``on_open`` is called, by any thread, when its turn has come.
+        An error of either is logged, and the request goes on.
 
         Raises InvalidRequestError for a prompt that is empty or too long, or for parameters that cannot be served,
         EngineError if the target is gone.
@@ -393,9 +402,10 @@ class LocalGeneration:
         on_open: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins the request. Raises the error that refuses it."""
-        self._router, self._request, self._on_change = router, request, on_change
+        self._router, self._request = router, request
+        self._on_change = partial(_call_back, on_change)
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        self._held = router.hold(request, self, on_open=on_open, may_wait=True)
+        self._held = router.hold(request, self, on_open=partial(_call_back, on_open), may_wait=True)
         self._held.left.add_done_callback(self._finish)
         try:
             self._active = self._held.begun.result()
@@ -408,6 +418,7 @@ class LocalGeneration:
 
     def __next__(self) -> Chunk:
         """The next chunk, waiting for it. Raises EngineError if the target is lost."""
+        self._may_wait(not self._chunks.empty())
         chunk = self._chunks.get()
         if chunk is not None:
             return chunk
@@ -433,6 +444,7 @@ class LocalGeneration:
     @property
     def result(self) -> Result:
         """The finished session, waiting for it. Raises EngineError if the target was lost."""
+        self._may_wait(self.done)
         self._held.left.result()
         if self._active.error is not None:
             raise self._active.error
@@ -462,3 +474,16 @@ class LocalGeneration:
     def _finish(self, _: Future[None]) -> None:
         self._chunks.put(None)
         self._on_change()
+
+    def _may_wait(self, is_there: bool) -> None:
+        """Raises RuntimeError for a callback that would wait for what its own thread brings."""
+        if not is_there and self._router.is_current:
+            raise RuntimeError("a callback of the pipeline waits for a request, which waits for it: use a thread")
+
+
+def _call_back(function: Callable[[], None]) -> None:
+    """Calls a function of the client, whose errors end nothing but the call."""
+    try:
+        function()
+    except BaseException as error:  # also SystemExit, which would end the router's thread
+        logs.unexpected(log, error)

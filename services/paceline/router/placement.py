@@ -121,7 +121,7 @@ class Placement:
         target of an older Paceline gets no session that sets an option which it does not know. A session that moves
         waits for a target of the ``numerics`` of its last one while one is up: the others round differently.
         """
-        never = [*self._too_old(active), *self._unlike(active)]
+        never = self._never(active)
         link = self.best_target(active, [*never, *(self._trying() if _suspected(active) else ())])
         if link is None and active.orphaned_since is not None:
             links = [link for link in self.targets.open_links() if link not in never]
@@ -142,6 +142,10 @@ class Placement:
         """True if targets are up and none of them knows an option that the session sets."""
         links = self.targets.open_links()
         return bool(links) and len(self._too_old(active)) == len(links)
+
+    def _never(self, active: ActiveRequest) -> list[TargetLink]:
+        """Returns the targets that must not serve a session now, also if they have room."""
+        return [*self._too_old(active), *self._unlike(active)]
 
     def _too_old(self, active: ActiveRequest) -> list[TargetLink]:
         needed = protocol.needed(active.session.sampling)
@@ -173,9 +177,16 @@ class Placement:
             self._tried_elsewhere[active.target] = self._clock() + _TRIED_ELSEWHERE_S
         self.release_target(active)
 
-    def num_free(self) -> int:
-        """Number of places at targets."""
-        return sum(max(0, link.max_sessions - link.load) for link in self.targets.open_links())
+    def has_room(self, orphaned: Sequence[ActiveRequest]) -> bool:
+        """True if a target has a place that no orphaned session waits for."""
+        links = [link for link in self.targets.open_links() if link.has_room]
+        num_free = sum(link.max_sessions - link.load for link in links)
+        return num_free > sum(self.waits_for(active, links) for active in orphaned)
+
+    def waits_for(self, active: ActiveRequest, links: Sequence[TargetLink]) -> bool:
+        """True if a session may be served by one of the targets: by ``choose_target`` now, or after a trial there."""
+        never = self._never(active)
+        return any(link not in never for link in links)
 
     def choose_draft(self, active: ActiveRequest) -> DraftLink | None:
         """Returns another draft for a session: one on its target's node, then by load; None if none has room."""

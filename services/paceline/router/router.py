@@ -240,7 +240,7 @@ class Router:
     @property
     def _has_room(self) -> bool:
         """True if a target has a place that no orphaned session waits for."""
-        return self.placement.num_free() > len(self.orphaned)
+        return self.placement.has_room(self.orphaned)
 
     def leave(self, active: ActiveRequest) -> None:
         """Ends a request's part here: its replicas are told if it was not done."""

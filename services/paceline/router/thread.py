@@ -83,9 +83,13 @@ class RouterThread(Router):
         except BaseException as error:
             self._started.set_exception(error)
             raise
-        self._started.set_result(None)
-        await self._ended.wait()
-        await self.stop()
+        else:
+            self._started.set_result(None)
+            await self._ended.wait()
+            await self.stop()
+        finally:
+            with self._lock:
+                self._loop = None
 
     @property
     def is_alive(self) -> bool:
@@ -98,9 +102,9 @@ class RouterThread(Router):
         return threading.current_thread() is self._thread
 
     def post(self, function: Callable[..., object], *args: Any) -> bool:
-        """Calls a function in the router's thread, soon; False: the router does not run."""
+        """Calls a function in the router's thread, soon; False: the router does not run, or in another process."""
         with self._lock:
-            if self._loop is None:
+            if self._loop is None or not self.is_alive:
                 return False
             self._loop.call_soon_threadsafe(function, *args)
             return True
@@ -136,7 +140,7 @@ class RouterThread(Router):
             held.task.add_done_callback(held.settle)
 
         if not self.post(begin):
-            raise self.closed or EngineError("the router has not been started")
+            raise self.closed or EngineError("no router runs in this process")
         return held
 
     def release(self, held: Held) -> None:
