@@ -21,7 +21,6 @@ from tests.service.support import collect, routed, tiny_pair, until
 
 from paceline.errors import EngineError
 from paceline.router import link as link_module
-from paceline.router import router as router_module
 from paceline.router.link import DRAFT, TARGET
 from paceline.router.pool import Member
 from paceline.rpc import protocol
@@ -77,8 +76,8 @@ def routers_of(version, monkeypatch):
     """Links of a router of this version."""
     with monkeypatch.context() as patch:
         if version == BEFORE:
-            patch.setattr(router_module, "TARGET", as_before(TARGET))
-            patch.setattr(router_module, "DRAFT", as_before(DRAFT))
+            patch.setattr(link_module, "TARGET", as_before(TARGET))
+            patch.setattr(link_module, "DRAFT", as_before(DRAFT))
         if version != CURRENT:
             key = "nothing" if version == BEFORE else protocol.KEY
             stated = SimpleNamespace(KEY=key, VERSION=version, refusal=lambda _: "")
@@ -205,7 +204,7 @@ async def test_an_opening_that_a_target_does_not_know_in_full_ends_by_its_reason
                 command.open_session.sampling.MergeFromString(b"\xd2\x09\x03abc")
         return batch
 
-    monkeypatch.setattr(router_module, "TARGET", replace(TARGET, encode=newer))
+    monkeypatch.setattr(link_module, "TARGET", replace(TARGET, encode=newer))
     server_of = replica(config, "target", CURRENT, monkeypatch)
     async with server_of as server, routed(config, [], []) as (router, targets, _):
         targets.set_members(members(server))
