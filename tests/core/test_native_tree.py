@@ -50,7 +50,7 @@ def state(tree: SpeculationTree) -> object:
         return type(found), found
 
     nodes = [[(slot, value(slot, getattr(node, slot))) for slot in TreeNode.__slots__] for node in tree.nodes()]
-    return nodes, tree.lost, tree.anchor.node_id, tree.context_len, len(tree)
+    return nodes, tree.suffix, tree.anchor.node_id, tree.context_len, len(tree)
 
 
 EVEN = SparseDistribution.of((0, 1, 2, 3), (0.25, 0.25, 0.25, 0.25))

@@ -838,6 +838,10 @@ PyObject* check_integrity(PyObject* self, PyObject*) { return PyObject_CallOneAr
 
 PyObject* anchor_of(PyObject* self, void*) { return or_none(as_tree(self)->anchor); }
 PyObject* is_lost(PyObject* self, void*) { return PyBool_FromLong(as_tree(self)->lost()); }
+PyObject* suffix_of(PyObject* self, void*) {
+  const auto& suffix = as_tree(self)->nodes->suffix;
+  return tuple_of(suffix.size(), [&](size_t i) { return PyLong_FromLongLong(suffix[i]); });
+}
 PyObject* context_len_of(PyObject* self, void*) {
   const Tree* tree = as_tree(self);
   return PyLong_FromLongLong(tree->anchor->position + 1 + static_cast<int64_t>(tree->nodes->suffix.size()));
@@ -898,6 +902,7 @@ PyGetSetDef tree_properties[] = {
     {"anchor", anchor_of, nullptr, nullptr, nullptr},
     {"context_len", context_len_of, nullptr, nullptr, nullptr},
     {"lost", is_lost, nullptr, nullptr, nullptr},
+    {"suffix", suffix_of, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

@@ -329,6 +329,11 @@ class SpeculationTree:
         return self._anchor
 
     @property
+    def suffix(self) -> tuple[int, ...]:
+        """Committed tokens beyond the anchor."""
+        return tuple(self._suffix)
+
+    @property
     def lost(self) -> bool:
         """True if nodes of committed tokens are missing."""
         return bool(self._suffix)
